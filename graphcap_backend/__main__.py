@@ -23,7 +23,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     demo = commands.add_parser("demo", help="compile a small transformer, capture it, check it, show its nodes")
     demo.add_argument("--layers", type=_positive, default=2, help="transformer layers (default: %(default)s)")
-    demo.add_argument("--calls", type=_two_or_more, default=5, help="calls, each with new inputs (default: %(default)s)")
+    demo.add_argument("--calls", type=_two_or_more, default=5, help="calls to make (default: %(default)s)")
     demo.add_argument("--nodes", type=_positive, default=12, help="nodes to print (default: %(default)s)")
     demo.set_defaults(run=_run_demo)
 

@@ -48,8 +48,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
         hidden = functional.gelu(self.up(self.norm2(x)))
-        x = x + self.down(hidden)
-        return x
+        out: Tensor = x + self.down(hidden)
+        return out
 
 
 class Transformer(nn.Module):
