@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from graphcap_backend.capture.nodes import Node, NodeKind, NodeList
     from graphcap_backend.capture.pool import graph_pool_handle
     from graphcap_backend.capture.record import capture_nodes
+    from graphcap_backend.capture.skip import SkipKind, SkipReason
     from graphcap_backend.errors import (
         CaptureError,
         CudaError,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
         UnjoinedStreamError,
     )
     from graphcap_backend.options import GraphcapOptions
-    from graphcap_backend.report import SkipReason, report
+    from graphcap_backend.report import report
 
     __version__: str
 
@@ -60,6 +61,7 @@ __all__ = [
     "NodeList",
     "NotWarmedUpError",
     "SavedCaptureError",
+    "SkipKind",
     "SkipReason",
     "SkippedError",
     "UnjoinedStreamError",
@@ -94,8 +96,9 @@ _HOMES = {
     "capture.nodes": ("Node", "NodeKind", "NodeList"),
     "capture.pool": ("graph_pool_handle",),
     "capture.record": ("capture_nodes",),
+    "capture.skip": ("SkipKind", "SkipReason"),
     "options": ("GraphcapOptions",),
-    "report": ("SkipReason", "report"),
+    "report": ("report",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

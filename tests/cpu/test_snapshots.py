@@ -1,0 +1,46 @@
+"""Golden texts of captures on the host. ``EXPECTTEST_ACCEPT=1 pytest`` rewrites them; read the diff."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from expecttest import assert_expected_inline
+from helpers import snapshot_models
+
+
+def test_eager_capture() -> None:
+    assert_expected_inline(snapshot_models.eager_host_text(), """""")
+
+
+def test_compiled_capture() -> None:
+    assert_expected_inline(snapshot_models.compiled_text("cpu"), """""")
+
+
+def _text_from(directory: Path, before: str) -> str:
+    """Both texts, from a copy of the models in ``directory``, in a process that does ``before`` first."""
+    directory.mkdir(parents=True)
+    script = shutil.copy(snapshot_models.__file__, directory)
+    program = f"import runpy, torch\n{before}\nrunpy.run_path({str(script)!r}, run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=directory,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(directory / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_same_text_from_another_directory(tmp_path: Path) -> None:
+    first = _text_from(tmp_path / "here", before="")
+    # Something compiled before moves the counters of graphs, kernels and code objects along.
+    moved = "torch.compile(lambda x: x.sin() + 1)(torch.ones(3))"
+    assert _text_from(tmp_path / "elsewhere" / "deeper", before=moved) == first
+    assert "here" not in first
