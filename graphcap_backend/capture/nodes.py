@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 if TYPE_CHECKING:
     from graphcap_backend.capture.diff import NodeDiff
+    from graphcap_backend.capture.render import Detail
 
 Dim3 = tuple[int, int, int]
 
@@ -53,6 +54,16 @@ class Memset:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Conditional:
+    """What a conditional node decides, and how its bodies lie in ``Node.body``."""
+
+    decides: str
+    """"if", "while" or "switch"; "unknown" where the driver cannot tell."""
+    body_sizes: tuple[int, ...] = ()
+    """Nodes of each body; the bodies follow one another in ``Node.body``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
     """One node of a captured graph.
 
@@ -76,8 +87,14 @@ class Node:
     """The subset of ``dependencies`` whose edge is programmatic (dependent launch)."""
     memcpy: Memcpy | None = None
     memset: Memset | None = None
+    mem_ops: tuple[str, ...] = ()
+    """Operations of a batch memory op, in order ("wait_value_32", "write_value_64")."""
+    alloc_bytes: int | None = None
+    """Size of a memory allocation."""
+    conditional: Conditional | None = None
     body: NodeList | None = None
-    """Nodes of a child graph or of a conditional's bodies."""
+    """Nodes of a child graph; or of a conditional's bodies, one after the other, with indices
+    and dependencies that run on. None where the driver cannot list them."""
     annotation: Mapping[str, Any] | None = None
     stack: str | None = None
     sources: tuple[str, ...] = ()
@@ -116,3 +133,34 @@ class NodeList(Sequence[Node]):
 
     def __repr__(self) -> str:
         return f"NodeList({len(self)} nodes)"
+
+    def render(self, detail: Detail | None = None, **options: Any) -> str:
+        """The list as text made for snapshots: the same capture gives the same text anywhere.
+
+        No address, id, directory, counter, hash or version is in it. ``options`` are the fields
+        of :class:`~graphcap_backend.capture.render.Detail` (``stacks=True``, ``shapes=False``).
+
+        Raises:
+            TypeError: an option is not known.
+        """
+        from graphcap_backend.capture.render import Detail, render
+
+        return render(self, Detail.of(detail, options))
+
+    def diff(self, other: NodeList, detail: Detail | None = None, **options: Any) -> NodeDiff:
+        """What has to change in this list to become ``other``. False where they are equal.
+
+        Nodes are matched by alignment, so one node more or less does not touch the others. What
+        is compared is what ``render`` would show with the same options.
+        """
+        from graphcap_backend.capture.diff import diff
+        from graphcap_backend.capture.render import Detail
+
+        return diff(self, other, Detail.of(detail, options))
+
+    def to_dot(self, detail: Detail | None = None, **options: Any) -> str:
+        """A graphviz digraph: an edge per dependency, a cluster per scope and per child graph."""
+        from graphcap_backend.capture.dot import to_dot
+        from graphcap_backend.capture.render import Detail
+
+        return to_dot(self, Detail.of(detail, options))
