@@ -8,13 +8,17 @@ Triton), which is kept.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 _MAX_WORDS = 6
 
-_NUMBERED = re.compile(r"(triton_[a-z]{3}_\w*?|triton|cpp_\w*?|multi_kernel|halide_kernel)_\d+")
+# Inductor: a category of three letters, then what was fused, then a number.
+_NUMBERED = re.compile(r"(triton_(?:poi|red|per|coo|spl|tem|for|mix|unk)_\w*?|cpp_\w*?|multi_kernel|halide_kernel)_\d+")
+_LIBRARY_VERSION = re.compile(r"__\d\w_cublas$")
 _HASH = re.compile(r"_(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{12,}(?=_|$)")
 _ANONYMOUS = re.compile(r"\(anonymous namespace\)::|\b_GLOBAL__N__\w*::|\b_INTERNAL_[0-9a-f]+_\w+::|\[clone [^]]*\]")
-_LAMBDA = re.compile(r"(?:::)?\{(?:lambda\([^(){}]*\)|unnamed type)#\d+\}(?: const)?")
+# Of a lambda only its parameter types say something; "int" alone is an index into the tensor.
+_LAMBDA = re.compile(r"(?:::)?\{(?:lambda\((?:int\)|([^(){}]*)\))|unnamed type)#\d+\}(?: const)?")
 _CALL = re.compile(r"::operator\(\)(?:\([^()]*\))?(?: const)?")
 _PARENTHESES = re.compile(r"\([^()]*\)")
 _WORD = re.compile(r"unsigned char|signed char|unsigned \w+|[A-Za-z_]\w*(?:::[A-Za-z_]\w*)*")
@@ -41,7 +45,7 @@ def display_name(name: str, *, template_arguments: bool = True) -> str:
     if numbered := _NUMBERED.fullmatch(name):
         return numbered[1]
     if not name.startswith("_Z"):
-        return _HASH.sub("", name)
+        return _HASH.sub("", _LIBRARY_VERSION.sub("", name))
     return _short_cxx(_demangled(name), template_arguments)
 
 
@@ -54,8 +58,8 @@ def _demangled(name: str) -> str:
 def _short_cxx(text: str, template_arguments: bool) -> str:
     """The qualified name in a demangled declaration, and the telling template arguments."""
     text = _ANONYMOUS.sub("", text).strip()
-    text = _until_stable(_LAMBDA, text)
-    text = _until_stable(_CALL, text)
+    text = _until_stable(_LAMBDA, text, _parameter_types)
+    text = _until_stable(_CALL, text, "")
     qualified = _without_return_type(_without_parameters(text))
     base, arguments = _split_templates(qualified)
     words = _words(arguments) if template_arguments else []
@@ -64,8 +68,12 @@ def _short_cxx(text: str, template_arguments: bool) -> str:
     return f"{base}<{', '.join(words)}>" if words else base
 
 
-def _until_stable(pattern: re.Pattern[str], text: str) -> str:
-    while (shorter := pattern.sub("", text)) != text:
+def _parameter_types(lambda_: re.Match[str]) -> str:
+    return f"<{lambda_[1]}>" if lambda_[1] else ""
+
+
+def _until_stable(pattern: re.Pattern[str], text: str, put: str | Callable[[re.Match[str]], str]) -> str:
+    while (shorter := pattern.sub(put, text)) != text:
         text = shorter
     return text
 
@@ -111,7 +119,7 @@ def _split_templates(text: str) -> tuple[str, str]:
 
 
 def _words(arguments: str) -> list[str]:
-    arguments = _without_plumbing(_until_stable(_PARENTHESES, arguments))
+    arguments = _without_plumbing(_until_stable(_PARENTHESES, arguments, ""))
     found: dict[str, None] = {}
     for word in _WORD.findall(arguments):
         last = word.rpartition("::")[2]
