@@ -16,7 +16,8 @@ FILES = package_files()
 # A module imports its own layer and those below it, never one above: backend -> capture -> annotate -> leafs.
 LAYERS = [
     {"errors"},
-    {"options", "inductor"},
+    {"options"},
+    {"inductor"},
     {"annotate"},
     {"capture"},
     {"backend", "report"},
@@ -24,7 +25,9 @@ LAYERS = [
 ]
 
 # Longer than 400 lines, and why that is still one noun.
-LONG_MODULES: dict[str, str] = {}
+LONG_MODULES: dict[str, str] = {
+    "inductor": "all that knows Inductor's internals is in one place: what a new torch release can break",
+}
 # Longer than 60 lines, and why it can't be said in steps.
 LONG_FUNCTIONS: dict[str, str] = {}
 
@@ -52,7 +55,7 @@ def test_errors_and_options_are_leafs() -> None:
     by_name = {file.name: file for file in FILES}
     assert _modules_imported(by_name["errors"]) == set()
     assert _modules_imported(by_name["options"]) <= {"errors"}
-    assert _modules_imported(by_name["inductor"]) <= {"errors"}
+    assert _modules_imported(by_name["inductor"]) <= {"errors", "options"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.where)
