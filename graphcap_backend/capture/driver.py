@@ -1,0 +1,129 @@
+"""The driver calls that a capture session makes itself, by ctypes on libcuda.
+
+They need no cuda-bindings, so that a capture can be begun, watched and unwound wherever CUDA
+runs. Reading nodes is another module's business (``cuda_nodes``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+
+from graphcap_backend.errors import CudaError
+
+_Handle = ctypes.c_void_p
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_EDGE_DATA_BYTES = 8  # sizeof(CUgraphEdgeData)
+
+
+class CaptureStatus(IntEnum):
+    """``CUstreamCaptureStatus``."""
+
+    NONE = 0
+    ACTIVE = 1
+    INVALIDATED = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptureInfo:
+    """What the driver says about the capture on a stream.
+
+    ``graph`` is the ``CUgraph`` under construction and ``capture_id`` its graph id, the same number
+    that CUPTI gives (0 and 0 unless active). ``frontier``: nodes that the stream's next work waits for.
+    """
+
+    status: CaptureStatus
+    capture_id: int = 0
+    graph: int = 0
+    frontier: tuple[int, ...] = ()
+
+
+@cache
+def _libcuda() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+def _call(name: str, *args: object) -> None:
+    result = getattr(_libcuda(), name)(*args)
+    if result != 0:
+        raise CudaError(name, _result_name(result))
+
+
+def _result_name(result: int) -> str:
+    text = ctypes.c_char_p()
+    if _libcuda().cuGetErrorName(result, ctypes.byref(text)) != 0 or text.value is None:
+        return f"CUresult {result}"
+    return text.value.decode()
+
+
+def capture_info(stream: int) -> CaptureInfo:
+    """State of the capture on ``stream`` (a raw ``CUstream``). Allowed at any time."""
+    status, capture_id, graph = ctypes.c_int(), ctypes.c_uint64(), _Handle()
+    frontier, count = ctypes.POINTER(_Handle)(), ctypes.c_size_t()
+    _call(
+        "cuStreamGetCaptureInfo_v2",
+        _Handle(stream),
+        ctypes.byref(status),
+        ctypes.byref(capture_id),
+        ctypes.byref(graph),
+        ctypes.byref(frontier),
+        ctypes.byref(count),
+    )
+    if status.value != CaptureStatus.ACTIVE:
+        return CaptureInfo(status=CaptureStatus(status.value))
+    nodes = tuple(frontier[i] or 0 for i in range(count.value))
+    return CaptureInfo(status=CaptureStatus.ACTIVE, capture_id=capture_id.value, graph=graph.value or 0, frontier=nodes)
+
+
+def begin_empty_capture(stream: int) -> None:
+    """Put ``stream`` into capture mode with one empty node, which is cheaper than a warning about none."""
+    _call("cuStreamBeginCapture_v2", _Handle(stream), _RELAXED)
+    add_empty_node(capture_info(stream).graph)
+
+
+def drop_capture(stream: int) -> None:
+    """Take ``stream`` out of capture mode, whatever its state, and drop what was captured."""
+    if capture_info(stream).status is CaptureStatus.NONE:
+        return
+    graph = _Handle()
+    # Unjoined, invalidated: the answer is an error and the stream has left capture mode all the same.
+    _libcuda().cuStreamEndCapture(_Handle(stream), ctypes.byref(graph))
+    if graph.value:
+        _libcuda().cuGraphDestroy(graph)
+
+
+def graph_nodes(graph: int) -> list[int]:
+    """Nodes of a ``CUgraph`` in creation order; it may be under construction."""
+    count = ctypes.c_size_t()
+    _call("cuGraphGetNodes", _Handle(graph), None, ctypes.byref(count))
+    nodes = (_Handle * count.value)()
+    if count.value:
+        _call("cuGraphGetNodes", _Handle(graph), nodes, ctypes.byref(count))
+    return [node or 0 for node in nodes]
+
+
+def num_nodes(graph: int) -> int:
+    """How many nodes a ``CUgraph`` has; it may be under construction."""
+    count = ctypes.c_size_t()
+    _call("cuGraphGetNodes", _Handle(graph), None, ctypes.byref(count))
+    return count.value
+
+
+def add_empty_node(graph: int) -> None:
+    """Add a node that does nothing to a ``CUgraph``, which may be under construction."""
+    node = _Handle()
+    _call("cuGraphAddEmptyNode", ctypes.byref(node), _Handle(graph), None, ctypes.c_size_t(0))
+
+
+def edges(graph: int) -> list[tuple[int, int]]:
+    """(from, to) node handles of all edges of a ``CUgraph``."""
+    count = ctypes.c_size_t()
+    _call("cuGraphGetEdges_v2", _Handle(graph), None, None, None, ctypes.byref(count))
+    sources, targets = (_Handle * count.value)(), (_Handle * count.value)()
+    data = (ctypes.c_ubyte * (_EDGE_DATA_BYTES * count.value))()
+    if count.value:
+        _call("cuGraphGetEdges_v2", _Handle(graph), sources, targets, data, ctypes.byref(count))
+    return [(a or 0, b or 0) for a, b in zip(sources, targets, strict=True)]

@@ -1,0 +1,122 @@
+"""What the captures of one process share: who captures now, the garbage collector, side streams."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from graphcap_backend.errors import NestedCaptureError
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphcap_backend.capture.record import CapturedGraph
+
+
+class GarbagePause:
+    """Keeps the cyclic garbage collector off while any capture is under way.
+
+    Two captures may overlap in any order, so the first to begin notes what the user had and the last
+    to end puts it back. What existed before a capture is frozen meanwhile: a collection that the
+    user's own code forces inside it cannot destroy an older graph, which would invalidate the capture.
+    """
+
+    def __init__(self) -> None:
+        self._holders = 0
+        self._was_enabled = False
+        self._we_froze = False
+
+    def hold(self) -> None:
+        """Turn collection off, or keep it off."""
+        if self._holders == 0:
+            self._was_enabled = gc.isenabled()
+            # unfreeze() knows only all or nothing: never thaw what the user froze.
+            self._we_froze = gc.get_freeze_count() == 0
+        gc.disable()
+        if self._we_froze:
+            gc.freeze()
+        self._holders += 1
+
+    def release(self) -> None:
+        """Take one hold back; the last one restores what the user had."""
+        self._holders -= 1
+        if self._holders:
+            return
+        if self._we_froze:
+            gc.unfreeze()
+        if self._was_enabled:
+            gc.enable()
+        else:
+            gc.disable()
+
+
+class SideStreams:
+    """Our own capture streams: one per device, more only while captures overlap.
+
+    The same stream is handed out again, so that captures which share a pool can share its memory.
+    """
+
+    def __init__(self) -> None:
+        self._idle: dict[int, list[torch.cuda.Stream]] = {}
+
+    def take(self, device_index: int) -> torch.cuda.Stream:
+        """A stream of that device that no capture of ours uses."""
+        import torch
+
+        idle = self._idle.setdefault(device_index, [])
+        return idle.pop() if idle else torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
+
+    def give_back(self, stream: torch.cuda.Stream) -> None:
+        """Return a stream that :meth:`take` gave."""
+        self._idle[stream.device_index].append(stream)
+
+
+class CaptureProcess:
+    """The one object that captures of a process share.
+
+    Attributes:
+        lock: held while a session enters or leaves; never while the user's code runs.
+        captured: the record of each graph captured, as long as the graph object lives.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.captured: weakref.WeakKeyDictionary[Any, CapturedGraph] = weakref.WeakKeyDictionary()
+        self.garbage = GarbagePause()
+        self.side_streams = SideStreams()
+        self._thread = threading.local()
+        self._active = 0
+
+    @property
+    def num_active(self) -> int:
+        """How many sessions are capturing, on all threads."""
+        return self._active
+
+    @property
+    def capturing_here(self) -> object | None:
+        """The session that captures on this thread."""
+        return getattr(self._thread, "session", None)
+
+    def check_not_nested(self) -> None:
+        """Raise NestedCaptureError inside another session of this thread."""
+        if self.capturing_here is not None:
+            raise NestedCaptureError(
+                "a capture is already under way on this thread, and one capture cannot hold another. "
+                "End the outer `graph` block first; the outer capture goes on unharmed"
+            )
+
+    def enter(self, session: object) -> None:
+        """Note that ``session`` captures on this thread."""
+        self.check_not_nested()
+        self._thread.session = session
+        self._active += 1
+
+    def leave(self) -> None:
+        """Take :meth:`enter` back, on the same thread."""
+        self._thread.session = None
+        self._active -= 1
+
+
+PROCESS = CaptureProcess()

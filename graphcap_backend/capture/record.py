@@ -1,0 +1,209 @@
+"""What a capture leaves behind, and how it dies.
+
+A :class:`CapturedGraph` is kept per graph object for as long as that object lives and holds this very
+capture: ``reset()`` and a new capture end it. Whoever asks afterwards gets an error, never a node
+list of another graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from graphcap_backend.capture.nodes import NodeList
+from graphcap_backend.capture.process import PROCESS
+from graphcap_backend.errors import CuptiError, GraphcapError
+
+if TYPE_CHECKING:
+    from graphcap_backend.annotate.registry import GraphRecord
+
+_LOW_32_BITS = 0xFFFF_FFFF
+
+
+class Keys(Protocol):
+    """Identity of one capture of one graph object; what ``annotate`` calls GraphKeys."""
+
+    @property
+    def source_graph_id(self) -> int: ...
+    def exec_graph_id(self) -> int | None: ...
+    def alive(self) -> bool: ...
+
+
+class CudaKeys:
+    """Identity of a capture in a ``torch.cuda.CUDAGraph``.
+
+    CUPTI is not asked: on first use it makes every later replay in the process slower, also for users
+    who record nothing. The graph id is the driver's capture id (the same number), and whether the
+    object still holds this capture shows in its pool and raw handle.
+    """
+
+    def __init__(self, graph: Any, *, source_graph_id: int, keep_graph: bool) -> None:
+        self.source_graph_id = source_graph_id
+        self._graph = weakref.ref(graph)
+        self._keep_graph = keep_graph
+        self._superseded = False
+        self._identity = self._read_identity()
+        self._exec_id: int | None = None
+
+    def _read_identity(self) -> tuple[int, tuple[int, ...]] | None:
+        graph = self._graph()
+        if graph is None:
+            return None
+        try:
+            handle = graph.raw_cuda_graph() if self._keep_graph else graph.raw_cuda_graph_exec()
+            return handle, tuple(graph.pool())
+        except RuntimeError:  # torch's answer when there is no such graph (any more)
+            return None
+
+    def supersede(self) -> None:
+        """The object was captured anew: this capture is over."""
+        self._superseded = True
+
+    def alive(self) -> bool:
+        """Whether the graph object still holds this capture."""
+        return not self._superseded and self._identity is not None and self._read_identity() == self._identity
+
+    def exec_graph_id(self) -> int | None:
+        """Id that replayed work carries now; None before the first ``instantiate()``."""
+        graph = self._graph()
+        if graph is None or not self.alive():
+            return None
+        if self._exec_id is not None:
+            return self._exec_id
+        try:
+            handle: int = graph.raw_cuda_graph_exec()
+        except RuntimeError:
+            return None
+        exec_id = _exec_id_of(handle)
+        if not self._keep_graph:
+            self._exec_id = exec_id  # torch instantiates such a graph only once
+        return exec_id
+
+
+def _exec_id_of(handle: int) -> int:
+    from graphcap_backend.annotate import cupti
+
+    try:
+        exec_id: int = cupti.graph_exec_id(handle)
+    except CuptiError:
+        # No CUPTI, no trace to join with: any number that tells live graphs apart will do.
+        return handle >> 4 & _LOW_32_BITS
+    return exec_id
+
+
+class HostKeys:
+    """Identity of a capture in a ``HostGraph``, which counts its captures itself."""
+
+    def __init__(self, graph: Any) -> None:
+        self.source_graph_id: int = graph.graph_id
+        self._graph = weakref.ref(graph)
+
+    def supersede(self) -> None:
+        """Nothing to do: a new capture has a new ``graph_id``."""
+
+    def alive(self) -> bool:
+        """Whether the graph object still holds this capture."""
+        graph = self._graph()
+        return graph is not None and graph.graph_id == self.source_graph_id
+
+    def exec_graph_id(self) -> int | None:
+        """Id of the executable graph now; None before the first ``instantiate()``."""
+        graph = self._graph()
+        exec_id: int | None = graph.exec_id if graph is not None and self.alive() else None
+        return exec_id
+
+
+class CapturedGraph:
+    """One capture: its nodes, and what was recorded about them.
+
+    Attributes:
+        record: annotations and stacks by node; None when the capture recorded none.
+        num_nodes: nodes at the top level when the capture ended.
+    """
+
+    def __init__(
+        self,
+        graph: Any,
+        *,
+        keys: CudaKeys | HostKeys,
+        read_nodes: Callable[[], NodeList],
+        num_nodes: int,
+        record: GraphRecord | None,
+        keep: object = None,
+    ) -> None:
+        self.record = record
+        self.num_nodes = num_nodes
+        self.keys = keys
+        self._read_nodes = read_nodes
+        self._keep = keep  # a MemPool given by the caller must outlive the graph that uses it
+        with PROCESS.lock:
+            previous = PROCESS.captured.get(graph)
+            if previous is not None:
+                previous.keys.supersede()
+            PROCESS.captured[graph] = self
+
+    @property
+    def way(self) -> str | None:
+        """How nodes were matched to scopes: "cupti", "edge_walk", "host"; None without recording."""
+        return None if self.record is None else self.record.way
+
+    def nodes(self) -> NodeList:
+        """All nodes in creation order, with annotations and stacks.
+
+        Raises:
+            GraphcapError: the graph was reset, captured anew or deleted, or its nodes cannot be read.
+        """
+        if not self.keys.alive():
+            raise GraphcapError(
+                "this capture is gone: its graph was reset, captured anew or deleted. Call capture_nodes(g) "
+                "while g holds the capture; the list it gives stays valid afterwards"
+            )
+        nodes = self._read_nodes()
+        record = self.record
+        if record is None:
+            return nodes
+        return NodeList(
+            [
+                dataclasses.replace(
+                    node,
+                    annotation=record.annotation(node.index),
+                    stack=record.stack(node.index),
+                    sources=record.sources(node.index),
+                    modules=record.modules(node.index),
+                )
+                for node in nodes
+            ]
+        )
+
+
+def captured_graph(graph: Any) -> CapturedGraph | None:
+    """The record of the capture that ``graph`` holds; None if graphcap took none or it is over."""
+    try:
+        captured = PROCESS.captured.get(graph)
+    except TypeError:  # not weakly referable, so no graph
+        return None
+    if captured is None or captured.keys.alive():
+        return captured
+    with PROCESS.lock:
+        PROCESS.captured.pop(graph, None)
+    return None
+
+
+def capture_nodes(g: Any) -> NodeList:
+    """Nodes of a captured graph, in creation order.
+
+    Args:
+        g: a ``torch.cuda.CUDAGraph`` or :class:`HostGraph` captured by :class:`graph` or by the backend.
+
+    Raises:
+        GraphcapError: ``g`` holds no capture that graphcap took, or cuda-bindings is missing.
+    """
+    captured = captured_graph(g)
+    if captured is None:
+        raise GraphcapError(
+            f"capture_nodes() needs a graph captured by graphcap_backend.graph or by the graphcap backend; this "
+            f"{type(g).__name__} was not, or it was reset since. Capture with `with graphcap_backend.graph(g): ...`"
+        )
+    return captured.nodes()
