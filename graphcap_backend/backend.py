@@ -1,0 +1,318 @@
+"""The ``torch.compile`` backend: regions that Dynamo hands over, compiled by Inductor and captured.
+
+A region holds its compiled subgraphs (forward, backward, partitions). Each is captured at Inductor's
+cudagraph seam; an inference region of one subgraph is captured as a whole instead, so that replays also
+skip AOTAutograd's run-time wrappers, once its first call has shown that those wrappers do nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from graphcap_backend import inductor
+from graphcap_backend.annotate.config import AnnotationConfig
+from graphcap_backend.annotate.origins import register_wrapper
+from graphcap_backend.capture.replay import Callee, Replayed, ReplayLimits
+from graphcap_backend.capture.skip import SkipKind, SkipReason
+from graphcap_backend.errors import NotWarmedUpError, SkippedError
+from graphcap_backend.options import GraphcapOptions, split_options
+
+if TYPE_CHECKING:
+    from graphcap_backend.annotate.origins import WrapperOrigins
+
+logger = logging.getLogger("graphcap_backend")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One compiled subgraph of a region, or one partition of it, as captured or skipped."""
+
+    name: str
+    kind: str
+    """"inference", "forward" or "backward"."""
+    partition: int
+    num_partitions: int
+    replayed: Replayed | None
+    skipped: SkipReason | None
+    covers_whole_graph: bool = False
+    constants: tuple[Tensor, ...] = ()
+
+
+class Region:
+    """One FX graph that Dynamo handed over, and what became of its subgraphs.
+
+    Lives as long as Dynamo keeps the compiled code; ``Region.all_live`` only remembers it weakly.
+    """
+
+    all_live: ClassVar[weakref.WeakSet[Region]] = weakref.WeakSet()
+    _numbers: ClassVar[count[int]] = count()
+
+    def __init__(self, options: GraphcapOptions, owner: object | None) -> None:
+        self.options = options
+        self.host_capture = options.host_capture
+        self.number = next(self._numbers)
+        self.parts: list[Part] = []
+        self.whole: Replayed | None = None
+        """The region captured as a whole, once that is proven equal."""
+        self._owner = weakref.ref(owner) if owner is not None else None
+        self._origins: list[WrapperOrigins] = []
+        self._said: set[tuple[SkipKind, str]] = set()
+        self.all_live.add(self)
+
+    @property
+    def owner(self) -> object | None:
+        """The torch.compile wrapper that this region was compiled for."""
+        return self._owner() if self._owner is not None else None
+
+    def captured(self, subgraph: inductor.Subgraph) -> Callable[[list[Any]], Sequence[Any]]:
+        """Inductor hands over a subgraph that may be captured."""
+        kind = _kind(subgraph.is_backward, subgraph.is_inference)
+        name = self._name(kind, subgraph.partition, subgraph.num_partitions)
+        replayed = self._replayed(
+            Callee(
+                run=subgraph.run,
+                name=name,
+                device=subgraph.device,
+                static=subgraph.static,
+                mutated=subgraph.mutated,
+                donated=subgraph.donated,
+                constants=subgraph.constants,
+                where=subgraph.where,
+            )
+        )
+        self.parts.append(
+            Part(
+                name=name,
+                kind=kind,
+                partition=subgraph.partition,
+                num_partitions=subgraph.num_partitions,
+                replayed=replayed,
+                skipped=None,
+                covers_whole_graph=subgraph.covers_whole_graph,
+                constants=subgraph.constants,
+            )
+        )
+        return replayed
+
+    def unsafe(self, graph: inductor.Unsafe) -> None:
+        """Inductor says that a subgraph must not be captured, or it runs on the CPU."""
+        kind = "backward" if graph.is_backward else "forward"
+        if graph.on_cpu:
+            reason = SkipReason(
+                kind=SkipKind.CPU,
+                detail="runs on the CPU, uncaptured",
+                where=graph.where,
+                advice='options={"host_capture": True} captures it into a HostGraph',
+            )
+        else:
+            reason = SkipReason(kind=SkipKind.INDUCTOR, detail=_first_sentence(graph.reason), where=graph.where)
+        name = self._name(kind, 0, 1)
+        self.parts.append(
+            Part(name=name, kind=kind, partition=0, num_partitions=1, replayed=None, skipped=reason)
+        )
+        self.say(name, reason)
+
+    def loaded(self, wrapper: inductor.Wrapper) -> None:
+        """A generated module is in use: remember where its kernels come from."""
+        self._origins.append(
+            register_wrapper(
+                path=wrapper.path,
+                source_code=wrapper.source_code,
+                stack_traces=wrapper.stack_traces,
+                modules=wrapper.modules,
+                annotations=wrapper.annotations,
+            )
+        )
+
+    def say(self, name: str, reason: SkipReason) -> None:
+        """Tell the user of something not captured, once.
+
+        Raises:
+            SkippedError: with ``on_skip="error"``.
+        """
+        said = (reason.kind, name)
+        if said in self._said or (reason.kind is SkipKind.CPU and self._sibling_said_cpu()):
+            return
+        self._said.add(said)
+        if self.options.on_skip == "error":
+            raise SkippedError(f"{name} is not captured: {reason}")
+        if self.options.on_skip == "warn":
+            logger.warning("%s is not captured: %s", name, reason)
+
+    def _sibling_said_cpu(self) -> bool:
+        return any(
+            region.owner is self.owner and any(kind is SkipKind.CPU for kind, _ in region._said)
+            for region in list(self.all_live)
+        )
+
+    def capture_as_whole(self, compiled: Callable[..., Any], static: Sequence[int]) -> Replayed:
+        """Capture the region's callable from outside AOTAutograd; its only part is run through from now on."""
+        (part,) = self.parts
+        assert part.replayed is not None
+        part.replayed.transparent = True
+
+        def run(inputs: list[Any]) -> Sequence[Any]:
+            outputs: Sequence[Any] = compiled(*inputs)
+            return outputs
+
+        self.whole = self._replayed(
+            Callee(
+                run=run,
+                name=part.name,
+                device=part.replayed.callee.device,
+                static=tuple(static),
+                constants=part.constants,
+                where=part.replayed.callee.where,
+            )
+        )
+        return self.whole
+
+    def _replayed(self, callee: Callee) -> Replayed:
+        options = self.options
+        annotations = AnnotationConfig(record_py_stacks=True, best_effort=True) if options.record_stacks else None
+        region = weakref.ref(self)
+
+        def on_skip(reason: SkipReason) -> None:
+            alive = region()
+            if alive is not None:
+                alive.say(callee.name, reason)
+
+        return Replayed(
+            callee,
+            limits=ReplayLimits(
+                max_graphs=options.max_graphs,
+                max_held_instances=options.max_held_instances,
+                capture_sizes=options.capture_sizes,
+            ),
+            annotations=annotations,
+            on_skip=on_skip,
+        )
+
+    def _name(self, kind: str, partition: int, num_partitions: int) -> str:
+        name = f"region {self.number} {kind}"
+        return f"{name} partition {partition + 1} of {num_partitions}" if num_partitions > 1 else name
+
+
+def graphcap(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The backend function behind ``torch.compile(model, backend="graphcap")``.
+
+    Args:
+        gm: graph that Dynamo traced.
+        example_inputs: its inputs.
+        mode: as for Inductor; its CUDA-graph settings change nothing here.
+        options: fields of :class:`GraphcapOptions`, and Inductor's own configuration.
+
+    Raises:
+        ValueError: an option that neither graphcap nor Inductor knows.
+        NotWarmedUpError: called inside a capture.
+        SkippedError: a subgraph cannot be captured and ``on_skip="error"``.
+    """
+    ours, for_inductor = split_options(options)
+    patches = inductor.inductor_patches(mode, for_inductor)
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise NotWarmedUpError(
+            "a function compiled with backend='graphcap' is called for the first time inside a capture, where it "
+            "cannot be compiled. Call it once with such inputs before the capture."
+        )
+    region = Region(ours, _torch_compile_wrapper())
+    compiled = inductor.compile_with_hooks(gm, example_inputs, region, patches)
+    return _settling(region, compiled)
+
+
+def _settling(region: Region, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """The callable that Dynamo gets: the first call decides what serves the later ones."""
+    serve: Callable[[list[Any]], Sequence[Any]] | None = None
+    settled = False
+
+    def call(*args: Any) -> Any:
+        nonlocal serve, settled
+        if serve is not None:
+            return serve(list(args))
+        if settled or not _may_be_whole(region):
+            return compiled(*args)
+        outputs, proven = _run_and_compare(compiled, args)
+        settled = True
+        if proven and _may_be_whole(region):
+            static = [i for i, value in enumerate(args) if _is_static(value)]
+            whole = region.capture_as_whole(compiled, static)
+            whole.warm_up_done(args)
+            serve = whole
+        return outputs
+
+    return call
+
+
+def _may_be_whole(region: Region) -> bool:
+    if len(region.parts) != 1:
+        return False
+    part = region.parts[0]
+    return (
+        part.kind == "inference"
+        and part.covers_whole_graph
+        and part.replayed is not None
+        and part.replayed.refused is None
+    )
+
+
+def _run_and_compare(compiled: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, bool]:
+    """Run the first call; tell whether AOTAutograd's wrappers had nothing to do in it.
+
+    What they do is fixed when the graph is compiled: write to inputs, make outputs that are inputs or
+    views of them, wrap subclasses. None of these in one call means none in any.
+    """
+    tensors = [value for value in args if isinstance(value, Tensor)]
+    plain = all(type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_inference() for tensor in tensors)
+    if not plain:
+        return compiled(*args), False
+    versions = [tensor._version for tensor in tensors]
+    storages = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
+    outputs = compiled(*args)
+    written = [tensor._version for tensor in tensors] != versions
+    made = [value for value in outputs if isinstance(value, Tensor)]
+    fresh = all(
+        type(tensor) is Tensor
+        and not tensor.requires_grad
+        and tensor.layout is torch.strided
+        and tensor.untyped_storage()._cdata not in storages
+        for tensor in made
+    )
+    return outputs, fresh and not written
+
+
+def _is_static(value: Any) -> bool:
+    # Dynamo's mark for buffers of modules and for torch._dynamo.mark_static_address.
+    return isinstance(value, torch.nn.Parameter) or hasattr(value, "_dynamo_static_input_type")
+
+
+def _torch_compile_wrapper() -> object | None:
+    """The object that stands for one ``torch.compile`` call, found up the stack; None without one."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if type(owner).__name__ == "_TorchCompileWrapper":
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _kind(is_backward: bool, is_inference: bool) -> str:
+    return "backward" if is_backward else "inference" if is_inference else "forward"
+
+
+def _first_sentence(reason: str) -> str:
+    return reason.splitlines()[0].removeprefix("skipping cudagraphs due to ") if reason else "no reason given"

@@ -1,0 +1,83 @@
+"""One device's memory pool, shared by all graphs that the backend captures there.
+
+Graphs of one pool reuse each other's memory: an output of a later graph may lie where an earlier
+graph keeps its intermediates. So a graph may be replayed only while no output is in use that lies in
+memory it can write to. The arena tells each instance which outputs those are (``Instance.watched``).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from graphcap_backend.capture.device import Device, Range, device_for
+
+if TYPE_CHECKING:
+    from graphcap_backend.capture.instance import Instance
+
+
+class Arena:
+    """The pool of one device, the lock round it, and the instances captured into it.
+
+    Lives as long as a captured callable refers to it; ``Arena.of`` only remembers it weakly.
+    """
+
+    _of_device: ClassVar[weakref.WeakValueDictionary[torch.device, Arena]] = weakref.WeakValueDictionary()
+    _table_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        # Re-entrant: an uncaptured run below a captured one may come back here on the same thread.
+        self.lock = threading.RLock()
+        self.last_stream: int | None = None
+        self._pool: Any = None
+        self._instances: weakref.WeakSet[Instance] = weakref.WeakSet()
+
+    @classmethod
+    def of(cls, device: torch.device) -> Arena:
+        """The arena of ``device``, made when there is none."""
+        with cls._table_lock:
+            arena = cls._of_device.get(device)
+            if arena is None:
+                arena = cls._of_device[device] = cls(device_for(device))
+            return arena
+
+    def pool(self) -> Any:
+        """Pool token to capture into. A new one when no graph holds the old one any more."""
+        if self._pool is None or not self._instances:
+            self._pool = self.device.new_pool()
+        return self._pool
+
+    def join_stream(self) -> None:
+        """Order the current stream behind the one that last replayed a graph of this arena."""
+        stream = self.device.current_stream()
+        if stream != self.last_stream:
+            if self.last_stream is not None:
+                self.device.wait_for_stream(self.last_stream)
+            self.last_stream = stream
+
+    def ranges(self) -> list[Range]:
+        """Memory that a graph captured now into the pool may have been given."""
+        return self.device.owned_ranges(self._pool) if self._pool is not None else []
+
+    def add(self, instance: Instance) -> None:
+        """A new instance: earlier ones must not be replayed while its outputs in their memory are in use."""
+        for earlier in self._instances:
+            earlier.unwatch_released()
+            earlier.watch([out for out in instance.owned if _inside(out.address, earlier.ranges)])
+        self._instances.add(instance)
+
+    def forget(self, instance: Instance) -> None:
+        """The instance is released. Others go on watching those of its outputs that a caller still holds."""
+        self._instances.discard(instance)
+        for out in instance.owned:
+            out.released = True
+        for other in self._instances:
+            other.unwatch_released()
+
+
+def _inside(address: int, ranges: list[Range]) -> bool:
+    return any(first <= address < last for first, last in ranges)

@@ -1,0 +1,129 @@
+"""What a replayed callable needs from the device: the GPU, or the host through HostGraph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from graphcap_backend.annotate.config import AnnotationConfig
+    from graphcap_backend.capture.session import CaptureSession
+
+Range = tuple[int, int]
+"""Memory from the first address up to, not including, the second."""
+
+
+class Device(Protocol):
+    """One device that callables are captured on."""
+
+    torch_device: torch.device
+    is_capturing: Callable[[], bool]
+    """Whether the current stream (on the host: this thread) is inside somebody's capture."""
+    staging_in_capture: bool
+    """Whether input buffers are allocated inside the capture, so that they come from the graph's pool."""
+
+    def new_graph(self) -> Any: ...
+    def new_pool(self) -> Any: ...
+    def session(self, graph: Any, pool: Any, annotations: AnnotationConfig | None) -> CaptureSession: ...
+    def current_stream(self) -> int: ...
+    def wait_for_stream(self, stream: int) -> None: ...
+    def owned_ranges(self, pool: Any) -> list[Range]: ...
+    def misaligned(self, inputs: Sequence[Any]) -> list[int]: ...
+
+
+class CudaDevice:
+    """One GPU."""
+
+    staging_in_capture = True
+
+    def __init__(self, index: int) -> None:
+        self.torch_device = torch.device("cuda", index)
+        self.is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
+        self._index = index
+
+    def new_graph(self) -> torch.cuda.CUDAGraph:
+        # The template stays, so that nodes can be read when somebody asks.
+        return torch.cuda.CUDAGraph(keep_graph=True)
+
+    def new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def session(self, graph: Any, pool: Any, annotations: AnnotationConfig | None) -> CaptureSession:
+        from graphcap_backend.capture.session import CaptureSession
+
+        # "thread_local": what other threads of the user's program do is no part of this capture.
+        return CaptureSession(graph, pool=pool, capture_error_mode="thread_local", annotations=annotations)
+
+    def current_stream(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self._index)
+
+    def wait_for_stream(self, stream: int) -> None:
+        """Make the current stream wait for what ``stream`` was given so far."""
+        earlier = torch.cuda.ExternalStream(stream, device=self.torch_device)
+        torch.cuda.current_stream(self.torch_device).wait_stream(earlier)
+
+    def owned_ranges(self, pool: Any) -> list[Range]:
+        """Segments of ``pool``: what a graph captured into it may write to."""
+        wanted = tuple(pool)
+        return [
+            (segment["address"], segment["address"] + segment["total_size"])
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment["segment_pool_id"]) == wanted and segment["device"] == self._index
+        ]
+
+    def misaligned(self, inputs: Sequence[Any]) -> list[int]:
+        """Inputs that Inductor's kernels must not get: they assume 16-byte alignment."""
+        return [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.data_ptr() % 16]
+
+
+class HostDevice:
+    """The CPU, captured into a HostGraph."""
+
+    staging_in_capture = False
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+
+    @staticmethod
+    def is_capturing() -> bool:
+        from graphcap_backend.capture.host import is_host_capturing
+
+        return is_host_capturing()
+
+    def new_graph(self) -> Any:
+        from graphcap_backend.capture.host import HostGraph
+
+        return HostGraph()
+
+    def new_pool(self) -> Any:
+        return None
+
+    def session(self, graph: Any, pool: Any, annotations: AnnotationConfig | None) -> CaptureSession:
+        from graphcap_backend.capture.session import CaptureSession
+
+        return CaptureSession(graph, annotations=annotations)
+
+    def current_stream(self) -> int:
+        return 0
+
+    def wait_for_stream(self, stream: int) -> None:
+        """The host has one stream."""
+
+    def owned_ranges(self, pool: Any) -> list[Range]:
+        """Host graphs share no memory."""
+        return []
+
+    def misaligned(self, inputs: Sequence[Any]) -> list[int]:
+        return []
+
+
+def device_for(device: torch.device) -> Device:
+    """The device object for ``device``; the index must be set for CUDA."""
+    if device.type == "cuda":
+        return CudaDevice(device.index if device.index is not None else torch.cuda.current_device())
+    return HostDevice()
+
+

@@ -1,0 +1,129 @@
+"""Inputs of a captured callable: which stay where they are, which are copied in, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphcap_backend.capture.skip import SkipKind, SkipReason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputRoles:
+    """Positions of the inputs by what a replay does with them. Fixed for one callable."""
+
+    static: tuple[int, ...]
+    """Tensors whose address is captured and checked: parameters, buffers, saved activations."""
+    copied: tuple[int, ...]
+    """Tensors that are copied into the graph's own buffers before a replay."""
+    written_back: tuple[int, ...]
+    """The copied ones that the callable writes to: copied back into the caller's tensor after a replay."""
+    values: tuple[int, ...]
+    """Everything that is no tensor: part of the key."""
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether shapes may differ from call to call; they do only together with a symbolic size."""
+        return bool(self.values)
+
+
+def assign_roles(inputs: Sequence[Any], static: Sequence[int], mutated: Sequence[int]) -> InputRoles:
+    """Sort the inputs of a first call."""
+    tensors = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
+    statics = tuple(i for i in static if isinstance(inputs[i], Tensor))
+    copied = tuple(i for i in tensors if i not in set(statics))
+    return InputRoles(
+        static=statics,
+        copied=copied,
+        written_back=tuple(i for i in copied if i in set(mutated)),
+        values=tuple(i for i in range(len(inputs)) if i not in set(tensors)),
+    )
+
+
+def refuse_inputs(inputs: Sequence[Any], device: torch.device) -> SkipReason | None:
+    """Why a callable with such inputs can never be captured, or None."""
+    for index, value in enumerate(inputs):
+        if isinstance(value, torch.Generator):
+            return SkipReason(kind=SkipKind.GENERATOR_INPUT, detail=f"input {index} is a torch.Generator")
+        if not isinstance(value, Tensor) or value.device == device:
+            continue
+        if value.device.type == "cpu":
+            return SkipReason(
+                kind=SkipKind.CPU_TENSOR_INPUT,
+                detail=f"input {index} is a CPU tensor of shape {tuple(value.shape)} read by work on {device}",
+                advice="Move it to the GPU to have this part captured",
+            )
+        return SkipReason(
+            kind=SkipKind.OTHER_DEVICE_INPUT, detail=f"input {index} is on {value.device}, the graph on {device}"
+        )
+    return None
+
+
+def refuse_layout(inputs: Sequence[Any], roles: InputRoles) -> SkipReason | None:
+    """Why this call cannot be served by copying inputs in, or None."""
+    for index in roles.copied:
+        if torch._debug_has_internal_overlap(_without_expansion(inputs[index])) == 1:
+            return SkipReason(kind=SkipKind.OVERLAP, detail=f"input {index} overlaps itself in memory")
+    if roles.written_back and _overlap_with_mutation(inputs, roles):
+        return SkipReason(kind=SkipKind.OVERLAP, detail="an input that is written to shares memory with another input")
+    return None
+
+
+def _overlap_with_mutation(inputs: Sequence[Any], roles: InputRoles) -> bool:
+    storages = [inputs[i].untyped_storage()._cdata for i in (*roles.static, *roles.copied)]
+    return any(storages.count(inputs[i].untyped_storage()._cdata) > 1 for i in roles.written_back)
+
+
+def _expanded_dims(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(d for d in range(tensor.dim()) if tensor.stride(d) == 0 and tensor.size(d) > 1)
+
+
+def _without_expansion(tensor: Tensor) -> Tensor:
+    for dim in _expanded_dims(tensor):
+        tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+class Staging:
+    """The buffers of one graph that non-static inputs are copied into, laid out as the inputs are."""
+
+    __slots__ = ("_expanded", "_filled", "_targets", "_written_back", "buffers")
+
+    def __init__(self, inputs: Sequence[Any], roles: InputRoles) -> None:
+        self.buffers: dict[int, Tensor] = {}
+        for i in roles.copied:
+            like = inputs[i]
+            self.buffers[i] = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
+        filled = [i for i in roles.copied if inputs[i].numel()]
+        self._filled = tuple(filled)
+        # A tensor that repeats itself along a dimension is copied once, not once per repetition.
+        self._expanded = any(_expanded_dims(inputs[i]) for i in filled)
+        self._targets = [_without_expansion(self.buffers[i]) for i in filled]
+        self._written_back = tuple(i for i in roles.written_back if inputs[i].numel())
+
+    def stand_in(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs to capture with: buffers in place of the inputs that will be copied."""
+        return [self.buffers.get(i, value) for i, value in enumerate(inputs)]
+
+    def load(self, inputs: Sequence[Any]) -> None:
+        """Copy this call's inputs in, in one batch. Call with gradients off."""
+        filled = self._filled
+        if not filled:
+            return
+        if self._expanded:
+            sources = [_without_expansion(inputs[i]) for i in filled]
+        else:
+            sources = [inputs[i] for i in filled]
+        if len(filled) == 1:
+            self._targets[0].copy_(sources[0])
+        else:
+            torch._foreach_copy_(self._targets, sources)
+
+    def write_back(self, inputs: Sequence[Any]) -> None:
+        """Give the caller's tensors what the graph wrote into their stand-ins."""
+        for i in self._written_back:
+            _without_expansion(inputs[i]).copy_(_without_expansion(self.buffers[i]))

@@ -1,0 +1,169 @@
+"""Handing out the outputs of a graph: aliases of its memory, copies, or the caller's own inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphcap_backend.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Output number ``slot`` among the graph's own output tensors."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class InputAlias:
+    """The caller's input itself (``view`` None), or a view of it: (size, stride, offset behind the input's)."""
+
+    index: int
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A value that is no tensor; the same at every replay of this key."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """The very object returned at an earlier position."""
+
+    position: int
+
+
+Output = Buffer | InputAlias | Constant | Same
+
+
+class OwnedOutput:
+    """One storage that a graph writes outputs into.
+
+    ``in_use`` compares the storage's reference count with what it was when nobody but the graph held
+    it, so views, tensors saved by autograd, ``.grad`` and holders in C++ all count.
+    """
+
+    __slots__ = ("_baseline", "_cdata", "_storage_holder", "address", "num_bytes", "released")
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._storage_holder = tensor
+        self._cdata = storage._cdata
+        self.address = storage.data_ptr()
+        self.num_bytes = storage.nbytes()
+        self._baseline = 0
+        self.released = False
+
+    def set_baseline(self) -> None:
+        """Call once, when only the graph holds the storage."""
+        self._baseline = torch._C._storage_Use_Count(self._cdata)
+
+    def in_use(self) -> bool:
+        return bool(torch._C._storage_Use_Count(self._cdata) > self._baseline)
+
+    def probe(self) -> tuple[int, int]:
+        """(storage, count when idle), for the loop that has no time for a method call."""
+        return self._cdata, self._baseline
+
+
+def plan_outputs(
+    outputs: Sequence[Any], inputs: Sequence[Any], staged: Sequence[Any], donated: frozenset[int]
+) -> tuple[list[Output], list[Tensor]]:
+    """Sort the outputs of a captured run.
+
+    Args:
+        outputs: what the captured callable returned.
+        inputs: the caller's inputs.
+        staged: what the callable got instead: buffers, or for static inputs the inputs themselves.
+        donated: inputs that the callable may overwrite and return as an output of its own.
+
+    Returns:
+        how to make each output, and the graph's own output tensors that ``Buffer`` refers to.
+    """
+    by_storage = {
+        value.untyped_storage()._cdata: index
+        for index, value in reversed(list(enumerate(staged)))
+        if isinstance(value, Tensor) and index not in donated
+    }
+    plan: list[Output] = []
+    own: list[Tensor] = []
+    seen: dict[int, int] = {}
+    for position, output in enumerate(outputs):
+        if not isinstance(output, Tensor):
+            plan.append(Constant(output))
+        elif id(output) in seen:
+            plan.append(Same(seen[id(output)]))
+        elif (index := by_storage.get(output.untyped_storage()._cdata)) is not None:
+            plan.append(_input_alias(output, index, staged[index]))
+        else:
+            plan.append(Buffer(len(own)))
+            own.append(output)
+        seen.setdefault(id(output), position)
+    return plan, own
+
+
+def _input_alias(output: Tensor, index: int, staged: Tensor) -> InputAlias:
+    if output is staged or (
+        output.dtype == staged.dtype
+        and output.size() == staged.size()
+        and output.stride() == staged.stride()
+        and output.storage_offset() == staged.storage_offset()
+    ):
+        return InputAlias(index, None)
+    if output.dtype != staged.dtype:
+        raise CaptureError(f"output is input {index} seen as {output.dtype}; only views of its own dtype are handed out")
+    offset = output.storage_offset() - staged.storage_offset()
+    return InputAlias(index, (tuple(output.size()), tuple(output.stride()), offset))
+
+
+def hand_out(plan: Sequence[Output], own: Sequence[Tensor], inputs: Sequence[Any]) -> list[Any]:
+    """One call's outputs. ``own`` are the tensors to give away: aliases or copies."""
+    given: list[Any] = []
+    for output in plan:
+        if isinstance(output, Buffer):
+            given.append(own[output.slot])
+        elif isinstance(output, Constant):
+            given.append(output.value)
+        elif isinstance(output, Same):
+            given.append(given[output.position])
+        elif output.view is None:
+            given.append(inputs[output.index])
+        else:
+            size, stride, offset = output.view
+            base = inputs[output.index]
+            given.append(base.as_strided(size, stride, base.storage_offset() + offset))
+    return given
+
+
+def copy_outputs(own: Sequence[Tensor]) -> list[Tensor]:
+    """Copies that alias each other where the originals do, with the same strides."""
+    storages: dict[int, Tensor] = {}
+    copies = []
+    for tensor in own:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == tensor.numel() * tensor.element_size() and _dense(tensor):
+            whole = storages.get(storage._cdata)
+            if whole is None and sum(other.untyped_storage()._cdata == storage._cdata for other in own) == 1:
+                copies.append(tensor.clone())
+                continue
+        if storage._cdata not in storages:
+            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            storages[storage._cdata] = raw.clone()
+        copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        copy.set_(
+            storages[storage._cdata].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+        copies.append(copy)
+    return copies
+
+
+def _dense(tensor: Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))

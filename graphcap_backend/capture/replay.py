@@ -1,0 +1,346 @@
+"""The captured callable: which graph serves a call, and what else serves it when none may.
+
+One key (shape key and static addresses) goes through these states:
+
+    unseen -> warm (ran once uncaptured) -> captured -> ... -> released (least recently used)
+                      |
+                      '-> refused (capture failed, or inputs that cannot be copied in)
+
+A call at a captured key takes the first way that is open:
+
+    1. an idle instance whose outputs are handed out as aliases (up to ``max_held_instances``, captured when
+       all others are in use: two take turns in ``y = f(x)`` loops),
+    2. the copying instance, captured when callers hold all of these; its outputs are the caller's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from graphcap_backend.capture.arena import Arena
+from graphcap_backend.capture.inputs import InputRoles, assign_roles, refuse_inputs, refuse_layout
+from graphcap_backend.capture.instance import Instance
+from graphcap_backend.capture.skip import SkipKind, SkipReason
+from graphcap_backend.errors import NotWarmedUpError
+
+if TYPE_CHECKING:
+    from graphcap_backend.annotate.config import AnnotationConfig
+
+logger = logging.getLogger("graphcap_backend")
+
+_WARM_KEYS_PER_GRAPH = 4
+_same_addresses = torch._C._tensors_data_ptrs_at_indices_equal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Callee:
+    """What is captured: a compiled subgraph, a partition of one, or a whole compiled region."""
+
+    run: Callable[[list[Any]], Sequence[Any]]
+    """Takes a list of inputs, which it may clear, and returns the outputs."""
+    name: str
+    device: torch.device
+    static: tuple[int, ...] = ()
+    mutated: tuple[int, ...] = ()
+    donated: frozenset[int] = frozenset()
+    constants: tuple[Tensor, ...] = ()
+    where: str | None = None
+    """The user's line, for messages."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayLimits:
+    """Bounds on what one callable keeps captured."""
+
+    max_graphs: int = 64
+    max_held_instances: int = 2
+    capture_sizes: tuple[int, ...] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Family:
+    """All instances captured for one key."""
+
+    key: tuple[Any, ...]
+    static_addresses: list[int]
+    aliasing: list[Instance] = field(default_factory=list)
+    copying: Instance | None = None
+    refused: SkipReason | None = None
+
+    def instances(self) -> list[Instance]:
+        return [*self.aliasing, *([self.copying] if self.copying else [])]
+
+
+class Replayed:
+    """A callable that is captured at the second call of each key and replayed from then on.
+
+    Calls return what ``callee.run`` returns. Outputs alias graph memory but are never overwritten while
+    somebody holds them. Safe to call from several threads.
+    """
+
+    def __init__(
+        self,
+        callee: Callee,
+        *,
+        limits: ReplayLimits,
+        annotations: AnnotationConfig | None,
+        on_skip: Callable[[SkipReason], None],
+    ) -> None:
+        self.callee = callee
+        self.transparent = False
+        """True while a captured region round this callable takes care of it: calls run it directly."""
+        self.fallbacks: Counter[SkipKind] = Counter()
+        self.num_replays_released = 0
+        self.num_captures = 0
+        self.refused: SkipReason | None = None
+        self._limits = limits
+        self._annotations = annotations
+        self._on_skip = on_skip
+        self._arena = Arena.of(callee.device)
+        self._lock = self._arena.lock
+        self._is_capturing = self._arena.device.is_capturing
+        self._roles: InputRoles | None = None
+        self._families: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
+        self._warm: OrderedDict[tuple[Any, ...], None] = OrderedDict()
+        self._current: Family | None = None
+        self._static: tuple[int, ...] = ()
+        self._dynamic = False
+        self._said_too_many = False
+
+    @property
+    def families(self) -> tuple[Family, ...]:
+        """Captured keys, least recently used first."""
+        return tuple(self._families.values())
+
+    @property
+    def num_replays(self) -> int:
+        """Replays so far, those of released graphs included."""
+        live = sum(instance.num_replays for family in self.families for instance in family.instances())
+        return live + self.num_replays_released
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        """Serve one call. ``inputs`` is cleared, as Inductor's callables do."""
+        if self.transparent or self._is_capturing():
+            return self._run_inside(inputs)
+        grad = torch.is_grad_enabled()
+        with self._lock:
+            family = self._current
+            if (
+                family is not None
+                and _same_addresses(inputs, family.static_addresses, self._static)
+                and (not self._dynamic or family.key == self._key(inputs))
+            ):
+                self._arena.join_stream()
+                for instance in family.aliasing:
+                    if instance.idle():
+                        if not grad:
+                            outputs = instance.replay(inputs)
+                        else:
+                            torch._C._set_grad_enabled(False)
+                            try:
+                                outputs = instance.replay(inputs)
+                            finally:
+                                torch._C._set_grad_enabled(True)
+                        inputs.clear()
+                        return outputs
+            return self._other_way(inputs)
+
+    def _run_inside(self, inputs: list[Any]) -> Sequence[Any]:
+        if not self.transparent:
+            if not self._warm and self.callee.device.type == "cuda":
+                raise NotWarmedUpError(
+                    f"{self.callee.name} is called for the first time inside a capture, where its kernels cannot be "
+                    "loaded or tuned. Call the compiled function once with such inputs before the capture."
+                )
+            self.fallbacks[SkipKind.ALREADY_CAPTURING] += 1
+        return self.callee.run(inputs)
+
+    def warm_up_done(self, inputs: Sequence[Any]) -> None:
+        """The caller has run this callable once on ``inputs``: the next such call is captured."""
+        with self._lock:
+            if self.refused is None and (self._roles is not None or self._meet(inputs)):
+                self._warm[self._key(inputs)] = None
+
+    def _key(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        roles = self._roles
+        assert roles is not None
+        values = tuple(inputs[i] for i in roles.values)
+        shapes = tuple((inputs[i].size(), inputs[i].stride()) for i in roles.copied) if roles.dynamic else ()
+        return (values, shapes, tuple(inputs[i].data_ptr() for i in roles.static))
+
+    def _other_way(self, inputs: list[Any]) -> Sequence[Any]:
+        """Serve a call that the most recent key's idle instances could not."""
+        if self.refused is not None:
+            return self._uncaptured(inputs, self.refused.kind)
+        if self._roles is None and not self._meet(inputs):
+            assert self.refused is not None
+            return self._uncaptured(inputs, self.refused.kind)
+        key = self._key(inputs)
+        family = self._families.get(key)
+        if family is None:
+            reason = self._not_yet(key)
+            if reason is not None:
+                return self._uncaptured(inputs, reason)
+            family = Family(key, list(key[2]))
+            family.refused = refuse_layout(inputs, self._roles_met())
+            self._keep(family)
+            if family.refused is not None:
+                self._on_skip(family.refused)
+        if family.refused is not None:
+            return self._uncaptured(inputs, family.refused.kind)
+        self._families.move_to_end(key)
+        if not self._roles_met().written_back:
+            self._current = family
+        elif refuse_layout(inputs, self._roles_met()) is not None:
+            # Which inputs overlap is no part of the key, so with write-backs every call is looked at.
+            return self._uncaptured(inputs, SkipKind.OVERLAP)
+        instance = self._open_instance(family, inputs)
+        if instance is None:
+            return self._uncaptured(inputs, family.refused.kind if family.refused else SkipKind.OUTPUTS_HELD)
+        self._arena.join_stream()
+        with torch.no_grad():
+            outputs = instance.replay(inputs)
+        inputs.clear()
+        return outputs
+
+    def _roles_met(self) -> InputRoles:
+        assert self._roles is not None
+        return self._roles
+
+    def _meet(self, inputs: Sequence[Any]) -> bool:
+        """First call: what the inputs are. False when such inputs can never be captured."""
+        reason = refuse_inputs(inputs, self.callee.device)
+        if reason is not None:
+            self.refused = reason
+            self._on_skip(reason)
+            return False
+        self._roles = assign_roles(inputs, self.callee.static, self.callee.mutated)
+        self._static = self._roles.static
+        self._dynamic = self._roles.dynamic
+        return True
+
+    def _not_yet(self, key: tuple[Any, ...]) -> SkipKind | None:
+        """Why a key that has no graphs gets none at this call, or None when it is to be captured."""
+        sizes = self._limits.capture_sizes
+        if sizes is not None and not all(value in sizes for value in key[0]):
+            return SkipKind.SIZE_NOT_LISTED
+        if key not in self._warm:
+            self._warm[key] = None
+            while len(self._warm) > _WARM_KEYS_PER_GRAPH * self._limits.max_graphs:
+                self._warm.popitem(last=False)
+            return SkipKind.WARM_UP
+        if self.num_captures >= 2 * self._limits.max_graphs:
+            # Keys come and go faster than graphs pay for their capture.
+            self._say_too_many("no more shapes are captured")
+            return SkipKind.TOO_MANY_SHAPES
+        return None
+
+    def _keep(self, family: Family) -> None:
+        """Enter a family, releasing the least recently used ones above the limit."""
+        self._families[family.key] = family
+        while len(self._families) > self._limits.max_graphs:
+            _, oldest = self._families.popitem(last=False)
+            self._release(oldest)
+            self._say_too_many("the least recently used graph was released")
+
+    def _say_too_many(self, consequence: str) -> None:
+        if self._said_too_many:
+            return
+        self._said_too_many = True
+        self._on_skip(
+            SkipReason(
+                kind=SkipKind.TOO_MANY_SHAPES,
+                detail=f"{self.callee.name} was called with more than {self._limits.max_graphs} shapes; {consequence}",
+                where=self.callee.where,
+                advice="Pad inputs to fewer sizes, name them in capture_sizes, or raise max_graphs",
+            )
+        )
+
+    def _open_instance(self, family: Family, inputs: list[Any]) -> Instance | None:
+        """An instance that may be replayed now, captured if need be; None when capturing fails."""
+        for instance in family.aliasing:
+            if instance.idle():
+                return instance
+        copies = len(family.aliasing) >= self._limits.max_held_instances
+        if copies and family.copying is not None:
+            return family.copying if family.copying.idle() else None
+        instance = self._capture(family, inputs, copies)
+        if instance is None:
+            return None
+        if copies:
+            family.copying = instance
+        else:
+            family.aliasing.append(instance)
+        return instance if instance.idle() else None
+
+    def _capture(self, family: Family, inputs: list[Any], copies: bool) -> Instance | None:
+        try:
+            # Buffers made here must be usable outside inference mode, whatever mode this call is in.
+            with torch.inference_mode(False), torch.no_grad():
+                instance = Instance(
+                    self.callee.run,
+                    inputs,
+                    self._roles_met(),
+                    arena=self._arena,
+                    donated=self.callee.donated,
+                    constants=self.callee.constants,
+                    copies=copies,
+                    annotations=self._annotations,
+                )
+        except Exception as error:
+            # The capture has unwound itself; the uncaptured function serves this and later calls.
+            logger.debug("capture of %s failed", self.callee.name, exc_info=True)
+            if not family.instances():
+                family.refused = SkipReason(
+                    kind=SkipKind.CAPTURE_FAILED,
+                    detail=f"capturing {self.callee.name} raised {type(error).__name__}: {error}",
+                    where=self.callee.where,
+                )
+                self._on_skip(family.refused)
+            return None
+        self.num_captures += 1
+        return instance
+
+    def _uncaptured(self, inputs: list[Any], kind: SkipKind) -> Sequence[Any]:
+        self.fallbacks[kind] += 1
+        misaligned = self._arena.device.misaligned(inputs)
+        if not misaligned:
+            return self.callee.run(inputs)
+        originals = [(inputs[i], i) for i in misaligned]
+        for tensor, i in originals:
+            inputs[i] = _aligned_copy(tensor)
+        copies = [(tensor, inputs[i]) for tensor, i in originals if i in self.callee.mutated]
+        outputs = self.callee.run(inputs)
+        with torch.no_grad():
+            for tensor, copy in copies:
+                tensor.copy_(copy)
+        return outputs
+
+    def _release(self, family: Family) -> None:
+        if self._current is family:
+            self._current = None
+        for instance in family.instances():
+            self.num_replays_released += instance.num_replays
+            instance.release()
+
+    def release(self) -> None:
+        """Give all graphs and their memory back. Calls go on, uncaptured or captured anew."""
+        with self._lock:
+            while self._families:
+                self._release(self._families.popitem()[1])
+
+
+def _aligned_copy(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, overlaps included, which torch's allocators align."""
+    if tensor.numel() == 0:
+        return tensor.clone()
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
+    flat = tensor.detach().as_strided((extent,), (1,)).clone()
+    return flat.as_strided(tensor.size(), tensor.stride())

@@ -1,0 +1,57 @@
+"""Options of the compile backend, and the split between ours and Inductor's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+OnSkip = Literal["ignore", "warn", "error"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphcapOptions:
+    """Options of ``torch.compile(model, backend="graphcap", options={...})``.
+
+    Keys of the dict that are not fields here are taken for Inductor's own configuration
+    (``torch._inductor.list_options()``); a key that neither knows raises ValueError.
+    """
+
+    host_capture: bool = False
+    """Capture subgraphs that run on the CPU into a :class:`HostGraph` instead of leaving them uncaptured."""
+    record_stacks: bool = True
+    """Record scopes and Python stacks of captured nodes."""
+    max_graphs: int = 64
+    """Most shape keys kept captured per subgraph; the least recently used one is released for a new one."""
+    capture_sizes: tuple[int, ...] | None = None
+    """With dynamic shapes: capture only calls whose symbolic sizes are all in this tuple. None captures every size."""
+    on_skip: OnSkip = "warn"
+    """What a subgraph that cannot be captured does: "ignore" lists it in the report, "warn" also logs
+    it once, "error" raises :class:`SkippedError`."""
+    max_held_instances: int = 2
+    """How many instances of one graph take turns when callers keep outputs; beyond that, outputs are copied."""
+
+    def __post_init__(self) -> None:
+        for name in ("host_capture", "record_stacks"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"option {name} must be True or False, found {getattr(self, name)!r}")
+        for name in ("max_graphs", "max_held_instances"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"option {name} must be an int of at least 1, found {value!r}")
+        if self.on_skip not in get_args(OnSkip):
+            raise ValueError(f"option on_skip must be one of {list(get_args(OnSkip))}, found {self.on_skip!r}")
+        if self.capture_sizes is not None:
+            sizes = tuple(self.capture_sizes)
+            if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
+                raise ValueError(f"option capture_sizes must be ints or None, found {self.capture_sizes!r}")
+            object.__setattr__(self, "capture_sizes", sizes)
+
+
+def split_options(options: Mapping[str, Any] | None) -> tuple[GraphcapOptions, dict[str, Any]]:
+    """Our options, and what is left for Inductor."""
+    names = {field.name for field in dataclasses.fields(GraphcapOptions)}
+    given = dict(options or {})
+    ours = {key: value for key, value in given.items() if key in names}
+    return GraphcapOptions(**ours), {key: value for key, value in given.items() if key not in names}
