@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+# Not lazy: a later import of the module of this name would hide the function.
+from graphcap_backend.report import report
+
 if TYPE_CHECKING:
     from graphcap_backend.annotate.registry import (
         dump_kernel_py_stacks,
@@ -40,7 +43,6 @@ if TYPE_CHECKING:
         UnjoinedStreamError,
     )
     from graphcap_backend.options import GraphcapOptions
-    from graphcap_backend.report import report
 
     __version__: str
 
@@ -98,7 +100,6 @@ _HOMES = {
     "capture.record": ("capture_nodes",),
     "capture.skip": ("SkipKind", "SkipReason"),
     "options": ("GraphcapOptions",),
-    "report": ("report",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from graphcap_backend.backend import Part, Region
-from graphcap_backend.capture.replay import Family, Replayed
-from graphcap_backend.capture.skip import SkipReason
+if TYPE_CHECKING:  # the package's __init__ loads this module, and must load no torch
+    from graphcap_backend.backend import Part, Region
+    from graphcap_backend.capture.replay import Family, Replayed
+    from graphcap_backend.capture.skip import SkipReason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,8 @@ def report(compiled: Callable[..., Any]) -> Report:
     Raises:
         ValueError: ``compiled`` was not made by torch.compile with this backend.
     """
+    from graphcap_backend.backend import Region
+
     wrapper = _compile_wrapper(compiled)
     if wrapper is None:
         raise ValueError(

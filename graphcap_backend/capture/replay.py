@@ -110,7 +110,7 @@ class Replayed:
         self._families: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
         self._warm: OrderedDict[tuple[Any, ...], None] = OrderedDict()
         self._current: Family | None = None
-        self._static: tuple[int, ...] = ()
+        self._static: list[int] = []
         self._dynamic = False
         self._said_too_many = False
 
@@ -222,7 +222,7 @@ class Replayed:
             self._on_skip(reason)
             return False
         self._roles = assign_roles(inputs, self.callee.static, self.callee.mutated)
-        self._static = self._roles.static
+        self._static = list(self._roles.static)
         self._dynamic = self._roles.dynamic
         return True
 
