@@ -178,6 +178,7 @@ class _Comparison:
 
 
 _LAUNCH_FIELDS = ("name", "grid", "block", "cluster", "shared", "does")
+_FIELDS = (*_LAUNCH_FIELDS, "scope", "module", "source", "stack")
 
 
 def _fields(node: Node, text: NodeText) -> dict[str, str]:
@@ -207,7 +208,7 @@ def _fields(node: Node, text: NodeText) -> dict[str, str]:
 def _changed_fields(before: Mapping[str, str], after: Mapping[str, str]) -> list[FieldChange]:
     return [
         FieldChange(field=label, before=before.get(label, "none"), after=after.get(label, "none"))
-        for label in dict.fromkeys([*before, *after])
+        for label in _FIELDS
         if before.get(label) != after.get(label)
     ]
 

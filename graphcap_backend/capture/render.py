@@ -5,7 +5,7 @@ One line a node, details indented below it, bodies of child graphs indented furt
     0 kernel triton_poi_fused_gelu [grid 8x1x1, block 128x1x1, shared 0 B]
         scope mlp
         source model.py:12:forward
-    1 memcpy device -> host, 1024 B
+    1 memcpy device to host, 1024 B
     2 kernel add_kernel [grid 1x1x1, block 32x1x1, shared 0 B] after 0
 
 A node that waits for exactly the one listed before it says nothing about that.
@@ -167,9 +167,15 @@ class NodeText:
                 # Lanes are numbered per process; only which nodes share one means something.
                 lane = self._lanes.setdefault(annotation[key], len(self._lanes))
                 parts.append(f"stream={lane}")
+            elif key == "fused" and isinstance(annotation[key], list | tuple):
+                scopes = map(self._scope_text, annotation[key])
+                parts.append(f"fused from ({') and ('.join(scopes)})")
             elif key != "name":
                 parts.append(f"{key}={value_text(annotation[key])}")
         return ", ".join(parts)
+
+    def _scope_text(self, scope: object) -> str:
+        return self.annotation_text(scope) if isinstance(scope, Mapping) else value_text(scope)
 
     def _frame(self, frame: str) -> str:
         text = self._frames.get(frame)
@@ -193,10 +199,10 @@ def params_text(node: Node) -> str:
     """What a node other than a kernel does, in a few words."""
     if node.memcpy:
         copy = node.memcpy
-        return f"{copy.source} -> {copy.destination}, {copy.num_bytes} B"
+        return f"{copy.source} to {copy.destination}, {copy.num_bytes} B"
     if node.memset:
         fill = node.memset
-        return f"{fill.num_bytes} B with {fill.value:#x}, {fill.element_bytes} B each"
+        return f"{fill.num_bytes} B with {fill.value:#x} ({fill.element_bytes} B each)"
     if node.mem_ops:
         return ", ".join(node.mem_ops)
     if node.alloc_bytes is not None:

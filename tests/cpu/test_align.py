@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import time
 
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ def longest_common(a: list[str], b: list[str]) -> int:
 def test_pairs_are_equal_items_ascending_and_as_many_as_can_be(a: list[str], b: list[str]) -> None:
     pairs = align(a, b)
     assert all(a[i] == b[j] for i, j in pairs)
-    assert all(p[0] < q[0] and p[1] < q[1] for p, q in zip(pairs, pairs[1:], strict=False))
+    assert all(p[0] < q[0] and p[1] < q[1] for p, q in itertools.pairwise(pairs))
     assert len(pairs) == longest_common(a, b)
 
 
@@ -34,7 +35,7 @@ def test_past_the_bound_of_one_search_the_pairs_are_still_right() -> None:
     pairs = align(a, b)
     assert pairs
     assert all(a[i] == b[j] for i, j in pairs)
-    assert all(p[0] < q[0] and p[1] < q[1] for p, q in zip(pairs, pairs[1:], strict=False))
+    assert all(p[0] < q[0] and p[1] < q[1] for p, q in itertools.pairwise(pairs))
 
 
 def test_lists_with_nothing_but_names_in_common_take_seconds_at_most() -> None:

@@ -83,12 +83,12 @@ def test_text_says_what_of_a_node_changed() -> None:
 + 0 kernel fresh; grid 8x1x1; block 128x1x1; shared 0 B; scope head; source m.py:2:f
 ~ 0 -> 1 kernel triton_poi_fused_gelu
     grid: 8x1x1 -> 16x1x1
+    cluster: none -> 2x1x1
     scope: mlp -> none
     source: m.py:3:f -> m.py:4:f
-    cluster: none -> 2x1x1
 - 1 kernel gone; grid 8x1x1; block 128x1x1; shared 0 B
 ~ 3 memcpy
-    does: device -> host, 64 B -> device -> device, 64 B
+    does: device to host, 64 B -> device to device, 64 B
 ~ 4 kernel last
     waits for: 2, 3 -> 3
     programmatic edge from: nothing -> 3
