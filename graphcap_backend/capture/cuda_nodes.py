@@ -6,6 +6,7 @@ pointers, and only the driver tells batch memory ops apart.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -152,8 +153,8 @@ class _Reader:
             # Two nodes may have several edges between them, from different ports.
             if before not in (known := waits.setdefault(after, [])):
                 known.append(before)
-            if int(edge.type) == _PROGRAMMATIC:
-                programmatic.setdefault(after, []).append(before)
+            if int(edge.type) == _PROGRAMMATIC and before not in (early := programmatic.setdefault(after, [])):
+                early.append(before)
         return waits, programmatic
 
     def _kind(self, handle: Any) -> tuple[NodeKind, str]:
@@ -245,9 +246,14 @@ class _Reader:
 
     def _batch_mem_op(self, handle: Any) -> dict[str, Any]:
         params = self._call("cuGraphBatchMemOpNodeGetParams", handle)
-        prefix = "CU_STREAM_MEM_OP_"
-        operations = (op.operation.name.removeprefix(prefix) for op in params.paramArray)
-        return {"mem_ops": tuple(name.lower() for name in operations)}
+        names = []
+        for number in _mem_op_numbers(params):
+            try:
+                name = self._driver.CUstreamBatchMemOpType(number).name
+            except ValueError:  # newer than the binding
+                name = f"operation_{number}"
+            names.append(name.removeprefix("CU_STREAM_MEM_OP_").lower())
+        return {"mem_ops": tuple(names)}
 
     def _mem_alloc(self, handle: Any) -> dict[str, Any]:
         return {"alloc_bytes": self._call("cuGraphMemAllocNodeGetParams", handle).bytesize}
@@ -284,3 +290,25 @@ class _Reader:
         if result.name in ("CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER"):
             return None
         return _checked("cuGraphNodeGetParams", (result, params)).conditional
+
+
+class _BatchMemOps(ctypes.Structure):
+    """CUDA_BATCH_MEM_OP_NODE_PARAMS. cuda-bindings shows the array only to who has set it."""
+
+    _fields_ = (
+        ("ctx", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+        ("operations", ctypes.c_void_p),
+        ("flags", ctypes.c_uint),
+    )
+
+
+_MEM_OP_BYTES = 48  # sizeof(CUstreamBatchMemOpParams); each begins with the operation's number
+
+
+def _mem_op_numbers(params: Any) -> list[int]:
+    ops = _BatchMemOps.from_address(params.getPtr())
+    if not ops.operations:
+        return []
+    addresses = (ops.operations + i * _MEM_OP_BYTES for i in range(ops.count))
+    return [ctypes.c_uint.from_address(address).value for address in addresses]

@@ -125,7 +125,7 @@ def test_kinds_that_no_op_makes(built: DriverGraph) -> None:
     second = built.host(first)
     record, wait = built.event_record_and_wait(second)
     built.memset(memory.data_ptr(), wait, value=0x0102, element_bytes=2, width=8, height=4)
-    built.write_value(memory.data_ptr(), record)
+    built.write_two_values(memory.data_ptr(), record)
     built.alloc_and_free(4096, first)
     nodes = read_cuda_nodes(built.handle)
     assert [node.kind for node in nodes] == [
@@ -140,7 +140,7 @@ def test_kinds_that_no_op_makes(built: DriverGraph) -> None:
     ]
     assert [node.dependencies for node in nodes] == [(), (0,), (1,), (2,), (3,), (2,), (0,), (6,)]
     assert nodes[4].memset == Memset(value=0x0102, element_bytes=2, num_bytes=64)
-    assert nodes[5].mem_ops == ("write_value_32",)
+    assert nodes[5].mem_ops == ("write_value_32", "write_value_64")
     assert nodes[6].alloc_bytes == 4096
     assert nodes[1].name == "host"
 

@@ -87,16 +87,20 @@ class DriverGraph:
         params.width, params.height, params.pitch = width, height, width * element_bytes
         return ok(self.driver.cuGraphAddMemsetNode(self.graph, list(after), len(after), params, self._context()))
 
-    def write_value(self, address: int, *after: Any) -> Any:
-        write = self.driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
-        operation = self.driver.CUstreamBatchMemOpParams()
-        operation.operation = write
-        operation.writeValue.operation = write
-        operation.writeValue.address = self.driver.CUdeviceptr(address)
-        operation.writeValue.value = 7
+    def write_two_values(self, address: int, *after: Any) -> Any:
+        """One batch: a 32 bit write and a 64 bit write."""
+        kinds = self.driver.CUstreamBatchMemOpType
+        operations = []
+        for kind in (kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, kinds.CU_STREAM_MEM_OP_WRITE_VALUE_64):
+            operation = self.driver.CUstreamBatchMemOpParams()
+            operation.operation = kind
+            operation.writeValue.operation = kind
+            operation.writeValue.address = self.driver.CUdeviceptr(address)
+            operation.writeValue.value = 7
+            operations.append(operation)
         params = self.driver.CUDA_BATCH_MEM_OP_NODE_PARAMS()
-        params.ctx, params.count, params.flags = self._context(), 1, 0
-        params.paramArray = [operation]
+        params.ctx, params.count, params.flags = self._context(), len(operations), 0
+        params.paramArray = operations
         return ok(self.driver.cuGraphAddBatchMemOpNode(self.graph, list(after), len(after), params))
 
     def alloc_and_free(self, num_bytes: int, *after: Any) -> tuple[Any, Any]:
