@@ -1,0 +1,289 @@
+"""One capture's recording: scope and stack of each node, from before its begin to its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+import torch
+
+from graphcap_backend.annotate import backward
+from graphcap_backend.annotate.backward import ForwardTrail, Launch
+from graphcap_backend.annotate.config import AnnotationConfig
+from graphcap_backend.annotate.origins import known_wrappers
+from graphcap_backend.annotate.process import PROCESS
+from graphcap_backend.annotate.registry import Entry, GraphKeys, GraphRecord
+from graphcap_backend.annotate.scopes import Scope, current_scope
+from graphcap_backend.annotate.stacks import absolute_filter_paths, provenance_now
+from graphcap_backend.errors import CuptiError, CuptiMissingError
+
+if TYPE_CHECKING:
+    from graphcap_backend.annotate.edge_walk import EdgeWalk
+
+Way = Literal["cupti", "edge_walk", "host"]
+
+_NUM_CHECKED: Final = 16
+"""Nodes whose CUPTI id is compared with their position, per capture."""
+
+
+class Event(NamedTuple):
+    """What is noted when a node is created. Nothing in it is resolved yet."""
+
+    node: int
+    """Position in creation order; while CUPTI records, the ``cudaGraphNode_t``."""
+    scope: Scope | None
+    traceback: Any
+    launch: Launch | None
+
+
+class Recording:
+    """What one capture records.
+
+    ::
+
+        start_host, start_cuda -> bind (CUDA) -> on_node ... -> stop -> seal | discard
+
+    ``stop`` belongs on the thread that started, and before the capture ends. Whatever fails,
+    ``stop`` and ``discard`` leave nothing behind; both may be called again.
+
+    Attributes:
+        way: how nodes are found: "cupti", "edge_walk" or "host".
+        gathers: whether raw tracebacks are taken.
+        walk: the edge walk, which scopes report to; None on the other ways.
+        trail: what a later backward needs of this forward (torch 2.11 to 2.13).
+    """
+
+    def __init__(self, config: AnnotationConfig, way: Way) -> None:
+        self.way: Final = way
+        self.trail: Final = ForwardTrail()
+        self.walk: EdgeWalk | None = None
+        self._config: Final = config
+        self._filter_paths = absolute_filter_paths(config.py_stack_filter_paths)
+        # Scopes traced into a compiled region are found by the wrapper's line, so by stack.
+        self.gathers = config.record_py_stacks or any(
+            wrapper.annotated for wrapper in known_wrappers().values()
+        )
+        self._events: list[Event] = []
+        self._graph = 0
+        self._recording = False
+        self._outer: backward.Attached | None = None
+        self._num_failures = 0
+        self._first_failure: BaseException | None = None
+
+    @classmethod
+    def start_host(cls, config: AnnotationConfig) -> Recording:
+        """Record a capture into a HostGraph; the host recorder calls ``on_node``."""
+        recording = cls(config, "host")
+        recording._begin()
+        return recording
+
+    @classmethod
+    def start_cuda(cls, config: AnnotationConfig, device_index: int) -> Recording:
+        """Record a capture into a CUDA graph. Subscribes to CUPTI where that is the way.
+
+        Raises:
+            CuptiBusyError, CuptiMissingError, CuptiError: the config insists on CUPTI and it
+                cannot be had, or on ``key_by="source"`` below CUPTI and driver 13.4.
+        """
+        if config.key_by == "source":
+            _require_source_ids()
+        way = _choose_way(config)
+        recording = cls(config, way)
+        try:
+            if way == "edge_walk":
+                recording._walk_edges()
+            recording._begin()
+        except BaseException:
+            if way == "cupti":
+                _release_callbacks()
+            raise
+        return recording
+
+    def _walk_edges(self) -> None:
+        from graphcap_backend.annotate.edge_walk import EdgeWalk
+
+        watches = self.gathers and (self._config.best_effort or not self._config.record_py_stacks)
+        self.walk = EdgeWalk(watches_lines=watches)
+
+    def _begin(self) -> None:
+        self._outer = backward.attach(self)
+        self._recording = True
+        if not backward.HAS_NODE_HOOKS:
+            self.trail.open(current_scope())
+        with PROCESS.lock:
+            PROCESS.num_recording += 1
+
+    def bind(self, cuda_graph: int) -> None:
+        """Say which ``cudaGraph_t`` is under construction, right after capture began."""
+        if not self._recording:
+            return
+        self._graph = cuda_graph
+        if self.walk is not None:
+            self.walk.begin(cuda_graph, current_scope())
+        else:
+            PROCESS.by_graph[cuda_graph] = self
+
+    def on_node(self, graph: int, node: int) -> None:
+        """A node was created just now, on this thread.
+
+        Args:
+            graph: its ``cudaGraph_t``; 0 for a HostGraph.
+            node: its ``cudaGraphNode_t``; its index for a HostGraph.
+        """
+        if not self._recording:
+            return
+        traceback = None
+        if self.gathers:
+            traceback = torch._C._profiler.gather_traceback(True, False, False)
+        self._events.append(Event(node, current_scope(), traceback, backward.launch()))
+
+    def note_failure(self, error: BaseException) -> None:
+        """Noting a node failed; said once, when the recording stops."""
+        self._num_failures += 1
+        self._first_failure = self._first_failure or error
+
+    def stop(self) -> None:
+        """End the recording and give CUPTI back. The stream is still capturing."""
+        if not self._recording:
+            return
+        self._recording = False
+        with PROCESS.lock:
+            PROCESS.num_recording -= 1
+            PROCESS.by_graph.pop(self._graph, None)
+        backward.detach(self._outer)
+        self._outer = None
+        self.trail.close()
+        try:
+            if self.walk is not None:
+                self._events = self.walk.end()
+                self.walk = None
+            elif self.way == "cupti":
+                self._events = _numbered(self._events)
+        finally:
+            if self.way == "cupti":
+                _release_callbacks()
+        if self._num_failures:
+            error = self._first_failure
+            PROCESS.warn_once(
+                f"callback {type(error).__name__}",
+                f"{self._num_failures} captured nodes have no annotation or stack, because "
+                f"noting them failed; first with {error!r}",
+            )
+
+    def seal(self, keys: GraphKeys) -> GraphRecord:
+        """Turn what was recorded into the graph's record, after the capture succeeded.
+
+        The caller holds the record as long as the graph; the process knows it weakly.
+        """
+        self.stop()
+        record = GraphRecord(
+            way=self.way,
+            config=self._config,
+            filter_paths=self._filter_paths,
+            keys=keys,
+            entries=self._entries(),
+            provenance=provenance_now() if self.gathers else None,
+            trail=self.trail,
+        )
+        with PROCESS.lock:
+            PROCESS.records.add(record)
+        return record
+
+    def _entries(self) -> list[Entry]:
+        """Resolve what only this moment knows: which forward work a backward node is of."""
+        events, self._events = self._events, []
+        for event in events:
+            if event.launch is not None and not event.launch.running and event.traceback:
+                self.trail.note_launch(event.launch, event.traceback)
+        return [_entry(event) for event in events]
+
+    def discard(self) -> None:
+        """The capture failed: forget everything."""
+        try:
+            self.stop()
+        finally:
+            self._events = []
+            with PROCESS.lock:
+                PROCESS.trails.discard(self.trail)
+
+
+def _choose_way(config: AnnotationConfig) -> Way:
+    """Subscribe to CUPTI, or say why edges are walked. Raises where CUPTI is insisted on."""
+    if config.backend == "edge_walk":
+        return "edge_walk"
+    from graphcap_backend.annotate import cupti
+
+    try:
+        cupti.acquire_callbacks()
+    except CuptiError as error:
+        if config.backend == "cupti" or (config.record_py_stacks and not config.best_effort):
+            raise
+        lost = (
+            "stacks are those of compiled kernels only"
+            if config.record_py_stacks
+            else "nodes are found by walking the capture graph instead"
+        )
+        PROCESS.warn_once("no cupti", f"CUPTI node callbacks are not to be had, {lost}: {error}")
+        return "edge_walk"
+    return "cupti"
+
+
+def _release_callbacks() -> None:
+    from graphcap_backend.annotate import cupti
+
+    try:
+        cupti.release_callbacks()
+    except CuptiError as error:
+        # The capture is good all the same; what may be left behind is slower replays.
+        PROCESS.warn_once("cupti release", f"giving CUPTI back failed: {error}")
+
+
+def _numbered(events: list[Event]) -> list[Event]:
+    """Events with positions for handles. CUPTI reports nodes in the order of their ids.
+
+    A few ids are compared all the same, and every one is asked for if one differs.
+    """
+    from graphcap_backend.annotate import cupti
+
+    step = max(1, len(events) // _NUM_CHECKED)
+    sample = {*range(0, len(events), step), *range(len(events))[-1:]}
+    low = 0xFFFF_FFFF
+    if all(cupti.node_id(events[at].node) & low == at for at in sample):
+        return [event._replace(node=at) for at, event in enumerate(events)]
+    return [event._replace(node=cupti.node_id(event.node) & low) for event in events]
+
+
+def source_ids_available() -> bool:
+    """Whether replayed work is reported with the id of the node it was captured as."""
+    try:
+        _require_source_ids()
+    except CuptiError:
+        return False
+    return True
+
+
+def _require_source_ids() -> None:
+    from graphcap_backend.annotate import cupti
+
+    found = cupti.version()
+    driver: int = torch._C._cuda_getDriverVersion()
+    if found < 130400 or driver < 13040:
+        raise CuptiMissingError(
+            'annotation_config["key_by"]="source"',
+            f"found CUPTI {found // 10000}.{found % 10000 // 100} and a driver for CUDA "
+            f"{driver // 1000}.{driver % 1000 // 10}; needed 13.4 of both",
+            'Use key_by="exec", or "auto", which is "exec" here',
+        )
+
+
+def _entry(event: Event) -> Entry:
+    scope, launch = event.scope, event.launch
+    annotation = None if scope is None else scope.annotation
+    forward = None
+    if launch is not None and launch.running:
+        origin = backward.find_origin(launch)
+        if origin is not None:
+            forward = origin.traceback
+            if origin.annotation is not None:
+                annotation = backward.inherited(scope, origin.annotation, launch.number)
+                annotation["autograd_phase"] = "backward"
+    return Entry(event.node, annotation, event.traceback, forward)

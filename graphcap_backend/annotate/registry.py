@@ -1,0 +1,312 @@
+"""What a captured graph leaves behind, and the process-wide views of all of it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
+
+from graphcap_backend.annotate.backward import ForwardTrail
+from graphcap_backend.annotate.config import AnnotationConfig
+from graphcap_backend.annotate.process import PROCESS
+from graphcap_backend.annotate.scopes import merge_annotations
+from graphcap_backend.annotate.shape import ShapedNode, exec_ids
+from graphcap_backend.annotate.stacks import (
+    Launch,
+    Provenance,
+    StackFilter,
+    describe,
+    symbolize,
+)
+from graphcap_backend.errors import GraphcapError
+
+_Value = TypeVar("_Value")
+_Reader = Callable[[], Sequence[ShapedNode]]
+
+
+class GraphKeys(Protocol):
+    """Identity of a captured graph. Holds no strong reference to it."""
+
+    @property
+    def source_graph_id(self) -> int:
+        """High 32 bits of keys of the captured graph."""
+
+    def exec_graph_id(self) -> int | None:
+        """High 32 bits of keys of the executable graph now; None before it exists."""
+
+    def alive(self) -> bool:
+        """False once the graph was reset, captured anew or deleted."""
+
+
+class Entry(NamedTuple):
+    """One node of a sealed recording; the tracebacks are still raw."""
+
+    node: int
+    annotation: Mapping[str, Any] | None
+    traceback: Any
+    forward: Any
+    """Traceback of the forward operator that a backward node comes from."""
+
+
+class GraphRecord:
+    """What was recorded of one captured graph. Whoever holds it keeps the entries alive.
+
+    Stacks are resolved when first asked for, all at once. Once ``keys`` say the graph is
+    gone, the record is empty.
+
+    Attributes:
+        way: how nodes were found: "cupti", "edge_walk" or "host".
+    """
+
+    def __init__(
+        self,
+        *,
+        way: str,
+        config: AnnotationConfig,
+        filter_paths: Sequence[str] | None,
+        keys: GraphKeys,
+        entries: Sequence[Entry],
+        provenance: Provenance | None,
+        trail: ForwardTrail,
+    ) -> None:
+        self.way: Final = way
+        self.keys: Final = keys
+        self.key_by: Final = config.key_by
+        self._stacks = config.record_py_stacks
+        self._filter_paths = filter_paths
+        self._pending: Sequence[Entry] = entries
+        self._provenance = provenance
+        self._trail: ForwardTrail | None = trail
+        self._annotations: dict[int, Mapping[str, Any]] = {}
+        self._launches: dict[int, Launch] = {}
+        self._read_shape: _Reader | None = None
+        self._shape: list[tuple[int, tuple[int, ...]]] | None = None
+
+    def annotation(self, node: int) -> Mapping[str, Any] | None:
+        """The merged annotation of a top-level node, or None."""
+        self.resolve()
+        return self._annotations.get(node)
+
+    def stack(self, node: int) -> str | None:
+        """Where a top-level node was launched, innermost first, or None."""
+        launch = self._launch(node)
+        return None if launch is None else launch.stack
+
+    def sources(self, node: int) -> tuple[str, ...]:
+        """The model lines a node comes from: all that were fused into a compiled kernel, the
+        forward line of a backward node in eager mode, else the line that launched it."""
+        launch = self._launch(node)
+        return () if launch is None else launch.sources
+
+    def modules(self, node: int) -> tuple[str, ...]:
+        """Module paths fused into a compiled kernel, where the compiler kept them."""
+        launch = self._launch(node)
+        return () if launch is None else launch.modules
+
+    def _launch(self, node: int) -> Launch | None:
+        self.resolve()
+        return self._launches.get(node) if self._stacks else None
+
+    def read_shape_with(self, read: Callable[[], Sequence[ShapedNode]]) -> None:
+        """Say how to read the graph's nodes, so that keys cover child graphs' bodies and
+        leave out nodes that do no work. Called when keys are first asked for; it must hold
+        no strong reference to the graph or to this record's holder."""
+        self._read_shape = read
+
+    def resolve(self) -> None:
+        """Turn raw tracebacks into text. Nothing to do the second time, or once the graph
+        is gone."""
+        with PROCESS.lock:
+            if not self.keys.alive():
+                self._clear()
+            entries, self._pending = self._pending, ()
+            provenance, self._provenance = self._provenance, None
+            if not entries:
+                return
+            self._annotations = {e.node: e.annotation for e in entries if e.annotation is not None}
+            if provenance is not None:
+                self._resolve_stacks(entries, provenance)
+
+    def _resolve_stacks(self, entries: Sequence[Entry], provenance: Provenance) -> None:
+        raw = {id(tb): tb for e in entries for tb in (e.traceback, e.forward) if tb is not None}
+        frames = dict(zip(raw, symbolize(list(raw.values())), strict=True))
+        default = StackFilter(None, provenance)
+        chosen = default if self._filter_paths is None else StackFilter(self._filter_paths, provenance)
+        known: dict[int, Launch] = {
+            key: describe(stack, provenance, chosen, default) for key, stack in frames.items()
+        }
+        for entry in entries:
+            launch = known.get(id(entry.traceback))
+            forward = known.get(id(entry.forward))
+            if launch is None:
+                continue
+            if launch.annotation is not None:
+                outer = self._annotations.get(entry.node, {})
+                self._annotations[entry.node] = merge_annotations(outer, launch.annotation)
+            self._launches[entry.node] = _behind(forward, launch) if forward else launch
+
+    def entries(self) -> Iterator[tuple[int, int]]:
+        """Keys of all nodes now, each with the top-level node it stands for."""
+        self.resolve()
+        by_exec = self.key_by != "source" and not (self.key_by == "auto" and _source_ids(self.way))
+        graph_id = self.keys.exec_graph_id() if by_exec else None
+        high = (self.keys.source_graph_id if graph_id is None else graph_id) << 32
+        shape = self._exec_shape()
+        if shape is None:
+            nodes = self._annotations.keys() | self._launches.keys()
+            yield from ((high | node, node) for node in sorted(nodes))
+        else:
+            # A body's own graph has another id; under source keys only the top level is ours.
+            yield from (
+                (high | node_id, path[0])
+                for node_id, path in shape
+                if graph_id is not None or len(path) == 1
+            )
+
+    def _exec_shape(self) -> list[tuple[int, tuple[int, ...]]] | None:
+        if self._shape is None and self._read_shape is not None:
+            try:
+                self._shape = list(exec_ids(self._read_shape()))
+            except GraphcapError:
+                return None  # the nodes can't be read; keys of the top level still hold
+        return self._shape
+
+    def _clear(self) -> None:
+        self._pending, self._provenance, self._trail = (), None, None
+        self._annotations, self._launches, self._shape = {}, {}, None
+        self._read_shape = None
+
+
+def _behind(forward: Launch, launch: Launch) -> Launch:
+    """A backward node: the forward lines it comes from, then where backward was called."""
+    if launch.annotation is not None or launch.modules:
+        return launch  # compiled backward: its origins name the forward already
+    lines = [text for text in (forward.stack, launch.stack) if text]
+    return Launch(stack="\n".join(lines) or None, sources=forward.sources, modules=forward.modules)
+
+
+def _source_ids(way: str) -> bool:
+    from graphcap_backend.annotate.recording import source_ids_available
+
+    return way != "host" and source_ids_available()
+
+
+def _alive() -> list[GraphRecord]:
+    with PROCESS.lock:
+        records = list(PROCESS.records)
+    return [record for record in records if record.keys.alive()]
+
+
+class _View(Mapping[int, _Value]):
+    """A live read-only mapping of node keys over all captured graphs that are alive."""
+
+    def __init__(self, read: Callable[[GraphRecord, int], _Value | None]) -> None:
+        self._read = read
+
+    def _items(self) -> Iterator[tuple[int, _Value]]:
+        for record in _alive():
+            for key, node in record.entries():
+                value = self._read(record, node)
+                if value is not None:
+                    yield key, value
+
+    def copy(self) -> dict[int, _Value]:
+        """All entries as they are now."""
+        return dict(self._items())
+
+    def __getitem__(self, key: int) -> _Value:
+        for found, value in self._items():
+            if found == key:
+                return value
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.copy())
+
+    def __len__(self) -> int:
+        return len(self.copy())
+
+    def __repr__(self) -> str:
+        return repr(self.copy())
+
+
+def _annotation_list(record: GraphRecord, node: int) -> list[Any] | None:
+    annotation = record.annotation(node)
+    return None if annotation is None else [dict(annotation)]
+
+
+_ANNOTATIONS: Final = _View(_annotation_list)
+_STACKS: Final = _View(GraphRecord.stack)
+
+
+def get_kernel_annotations() -> Mapping[int, list[Any]]:
+    """All recorded annotations: (graph id << 32) | node id to a list of one dict.
+
+    A live, read-only view. Under ``key_by="exec"`` the graph id is that of the executable
+    graph now, so keys follow every ``instantiate()``; before the first it is the captured
+    graph's. Entries are gone with their graph.
+    """
+    return _ANNOTATIONS
+
+
+def get_kernel_py_stacks() -> Mapping[int, str]:
+    """All recorded stacks: (graph id << 32) | node id to "file:line:function" lines,
+    innermost first. A live, read-only view, keyed as ``get_kernel_annotations``."""
+    return _STACKS
+
+
+def resolve_pending_annotations() -> None:
+    """Resolve every stack recorded so far now, instead of when it is first read."""
+    for record in _alive():
+        record.resolve()
+
+
+def dump_kernel_py_stacks(path: str | os.PathLike[str]) -> None:
+    """Write all recorded stacks to a gzip-compressed JSON file: decimal key to stack.
+
+    The file is there in whole or not at all; one that was there before is replaced.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    stacks = _STACKS.copy()
+    target = os.path.abspath(path)
+    handle, name = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".graphcap-")
+    try:
+        with os.fdopen(handle, "wb") as file, gzip.open(file, "wt", encoding="utf-8") as text:
+            json.dump(stacks, text)
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def load_kernel_py_stacks(path: str | os.PathLike[str]) -> dict[int, str]:
+    """What ``dump_kernel_py_stacks`` wrote.
+
+    Raises:
+        OSError: there is no such file, or it is no gzip file.
+        ValueError: it holds something else.
+    """
+    with gzip.open(path, "rt", encoding="utf-8") as text:
+        loaded = json.load(text)
+    if not isinstance(loaded, dict) or not all(
+        key.isdecimal() and isinstance(stack, str) for key, stack in loaded.items()
+    ):
+        raise ValueError(f"{os.fspath(path)} holds no stacks; expected decimal keys to text")
+    return {int(key): stack for key, stack in loaded.items()}
+
+
+def is_available() -> bool:
+    """Whether annotations of CUDA captures can be recorded: there is a GPU, and CUPTI or
+    cuda-bindings to find nodes with. Captures into a HostGraph can always be annotated."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    from graphcap_backend.annotate import cupti, edge_walk
+
+    return cupti.is_loadable() or edge_walk.is_usable()
