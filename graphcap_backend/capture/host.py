@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, ClassVar
 
 from graphcap_backend.capture.nodes import NodeList
-from graphcap_backend.errors import CaptureError, GraphcapError, NestedCaptureError
+from graphcap_backend.errors import CaptureError, GraphcapError, NestedCaptureError, NotWarmedUpError
 
 if TYPE_CHECKING:
     from graphcap_backend.capture.host_launch import Launch
@@ -104,7 +104,11 @@ class HostGraph:
             CaptureError: no capture is on, it runs on another thread, or something in it could
                 not be captured; the graph is empty then.
         """
-        recorder = self._leave_capture("capture_end()")
+        try:
+            recorder = self._leave_capture("capture_end()")
+        except NotWarmedUpError:
+            self._clear()
+            raise
         if recorder.failure is not None:
             self._clear()
             raise CaptureError(f"the capture is not valid: {recorder.failure}") from recorder.failure
@@ -116,7 +120,8 @@ class HostGraph:
     def abort_capture(self) -> None:
         """Leave capture mode and drop what was recorded. Does nothing when not capturing."""
         if self._recorder is not None:
-            self._leave_capture("abort_capture()")
+            with suppress(NotWarmedUpError):  # what was recorded is dropped anyway
+                self._leave_capture("abort_capture()")
             self._clear()
 
     def _leave_capture(self, caller: str) -> HostRecorder:

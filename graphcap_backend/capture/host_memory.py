@@ -111,7 +111,7 @@ class HostMemory:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._born and key not in self._stand_ins:
-            stand_in = storage.clone()
+            stand_in: UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
             self._stand_ins[key] = (storage, stand_in)
             self._real[stand_in._cdata] = storage
 

@@ -71,7 +71,8 @@ def _is_view(schema: Any) -> bool:
 def _is_python(func: OpOverload) -> bool:
     # torch keeps the names of what was registered from Python in this set.
     registered: set[str] = torch.library._impls
-    name = func.name().replace("::", "/").removesuffix(".default")
+    overload = func._schema.overload_name
+    name = func._schema.name.replace("::", "/") + (f".{overload}" if overload else "")
     return any(f"{name}/{key}" in registered for key in ("CPU", "CompositeExplicitAutograd"))
 
 
@@ -103,7 +104,9 @@ def refuse_uncapturable(
         CaptureError: with the operator and what to do instead.
     """
     tensors = tensors_in((tuple(args), dict(kwargs)))
-    _refuse_other_memory(func, tensors, kwargs)
+    refuse_other_memory(func, tensors)
+    if kwargs.get("device") is not None:
+        _refuse_device(func, torch.device(kwargs["device"]))
     name = func._schema.name
     if name in _CHANGE_STORAGE:
         target = args[0]
@@ -121,22 +124,25 @@ def refuse_uncapturable(
         )
 
 
-def _refuse_other_memory(func: OpOverload, tensors: Sequence[Tensor], kwargs: Mapping[str, Any]) -> None:
+def refuse_other_memory(func: OpOverload, tensors: Sequence[Tensor]) -> None:
+    """Raise for tensors that are not plain CPU memory; meta tensors have none and may pass.
+
+    Raises:
+        CaptureError: with the operator, and the device or layout found.
+    """
     for tensor in tensors:
-        if tensor.device.type not in ("cpu", "meta"):
-            raise CaptureError(
-                f"{func} got a tensor on {tensor.device}; a HostGraph captures work on CPU "
-                "tensors only. Capture CUDA work into a torch.cuda.CUDAGraph"
-            )
+        _refuse_device(func, tensor.device)
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
             raise CaptureError(
-                f"{func} got a {_layout(tensor)} tensor; a HostGraph captures plain strided tensors only"
+                f"{func} uses a {_layout(tensor)} tensor; a HostGraph captures plain strided tensors only"
             )
-    device = kwargs.get("device")
-    if device is not None and torch.device(device).type not in ("cpu", "meta"):
+
+
+def _refuse_device(func: OpOverload, device: torch.device) -> None:
+    if device.type not in ("cpu", "meta"):
         raise CaptureError(
-            f"{func} makes a tensor on {device}; a HostGraph captures work on CPU tensors "
-            "only. Capture CUDA work into a torch.cuda.CUDAGraph"
+            f"{func} uses a tensor on {device}; a HostGraph captures work on CPU tensors only. "
+            "Capture CUDA work into a torch.cuda.CUDAGraph"
         )
 
 

@@ -22,6 +22,7 @@ from graphcap_backend.capture.host_memory import (
 )
 from graphcap_backend.capture.host_operators import (
     Role,
+    refuse_other_memory,
     refuse_uncapturable,
     role_of,
     written_arguments,
@@ -31,7 +32,7 @@ from graphcap_backend.errors import CaptureError
 LaunchListener = Callable[[int, int], None]
 
 
-class HostRecorder(TorchDispatchMode):  # type: ignore[misc]
+class HostRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records launches from ``start`` to ``stop`` on one thread.
 
     It sits below the user's own modes, so that what it records is what reaches the kernels.
@@ -42,7 +43,7 @@ class HostRecorder(TorchDispatchMode):  # type: ignore[misc]
     supports_higher_order_operators = True
 
     def __init__(self, listener: LaunchListener | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.thread = threading.get_ident()
         self.launches: list[Launch] = []
         self.failure: BaseException | None = None
@@ -103,10 +104,10 @@ class HostRecorder(TorchDispatchMode):  # type: ignore[misc]
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(func, OpOverload):
-            # A higher-order operator: record what its eager implementation launches.
-            eager = func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd]
-            with self:
-                return eager(*args, **kwargs)
+            raise CaptureError(
+                f"the higher-order operator {func} (control flow, flex_attention) cannot be "
+                "captured into a HostGraph outside compiled code; keep it out of the capture"
+            )
         role = role_of(func)
         if role is Role.COMPOSITE:
             with self:
@@ -144,6 +145,7 @@ class HostRecorder(TorchDispatchMode):  # type: ignore[misc]
             result = func(*used_args, **used_kwargs)
             for original, used in borrowed.pairs():
                 _refuse_resized(called, original, used)
+            refuse_other_memory(called, tensors_in(result))
             result, new = self._memory.give_back(result, borrowed)
             outputs = tuple((i, retained(t)) for i, t in enumerate(new) if t is not None)
             filled = [*written, *(buffer for _, buffer in outputs)]
@@ -205,8 +207,8 @@ class HostRecorder(TorchDispatchMode):  # type: ignore[misc]
         return self._memory.is_born(tensor)
 
     def _remember(self, generator: torch.Generator) -> None:
-        if generator._cdata not in self._generators:
-            self._generators[generator._cdata] = (generator, generator.get_state())
+        if id(generator) not in self._generators:
+            self._generators[id(generator)] = (generator, generator.get_state())
 
 
 def _mode_stack() -> list[Any]:
