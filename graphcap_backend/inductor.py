@@ -26,6 +26,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from graphcap_backend.errors import NotWarmedUpError
+
 # --- compile seam ------------------------------------------------------------------------------------
 
 SCOPE_FRAME = "<graphcap "
@@ -537,11 +539,20 @@ def host_kernels_recorded(sink: HostKernelSink) -> Iterator[None]:
     """While open, kernels of Inductor's generated CPU modules called on the sink's thread go to it.
 
     Extern calls (``aten.addmm.out``) need nothing: they reach dispatch modes. Modules that are
-    compiled in the meantime are covered. Without Inductor in the process this does nothing.
+    compiled in the meantime are covered.
+
+    Raises:
+        NotWarmedUpError: at the end, when Inductor itself was first loaded in the meantime.
     """
     codecache = sys.modules.get("torch._inductor.codecache")
     if codecache is None:
         yield
+        codecache = sys.modules.get("torch._inductor.codecache")
+        if codecache is not None and codecache.PyCodeCache.modules:
+            raise NotWarmedUpError(
+                "a function was compiled by torch.compile for the first time in this process inside a host capture; "
+                "its kernels ran and were not recorded. Call it once before the capture"
+            )
         return
     cache = codecache.PyCodeCache
     # Clearing Inductor's caches forgets modules whose functions may still be called.
@@ -565,3 +576,19 @@ def host_kernels_recorded(sink: HostKernelSink) -> Iterator[None]:
 
 
 # --- end of host kernels ----------------------------------------------------------------------
+
+
+# --- line maps (annotate) -----------------------------------------------------------------------------
+
+
+def line_maps() -> dict[str, Any]:
+    """A shallow copy of Inductor's map of generated modules: path to (first lines, formatted stacks).
+
+    ``torch._dynamo.reset`` empties the original. Only for a process where Inductor is loaded already.
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    return dict(PyCodeCache.linemaps)
+
+
+# --- end of line maps ---------------------------------------------------------------------------------

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from graphcap_backend.capture.device import Device, Range, device_for
 
 if TYPE_CHECKING:
     from graphcap_backend.capture.instance import Instance
+    from graphcap_backend.capture.outputs import OwnedOutput
 
 
 class Arena:
@@ -69,6 +72,23 @@ class Arena:
             earlier.unwatch_released()
             earlier.watch([out for out in instance.owned if _inside(out.address, earlier.ranges)])
         self._instances.add(instance)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is an output of a graph of this arena, whose address is there to stay."""
+        return bool(self.owned_by_graphs([tensor]))
+
+    def owned_by_graphs(self, tensors: Sequence[Tensor]) -> list[OwnedOutput]:
+        """The outputs of this arena's graphs among ``tensors``."""
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return [out for instance in self._instances for out in instance.owned if out.storage in storages]
+
+    def adjust_baselines(self, changes: Sequence[tuple[OwnedOutput, int]]) -> None:
+        """Count holders that are graphs, not callers, as part of the idle state (or no longer)."""
+        if any(change for _, change in changes):
+            for out, change in changes:
+                out.raise_baseline(change)
+            for instance in self._instances:
+                instance.refresh_probes()
 
     def forget(self, instance: Instance) -> None:
         """The instance is released. Others go on watching those of its outputs that a caller still holds."""

@@ -89,14 +89,14 @@ class HostDevice:
 
     @staticmethod
     def is_capturing() -> bool:
-        from graphcap_backend.capture.host import is_host_capturing
+        from graphcap_backend.capture.host_recorder import HostRecorder
 
-        return is_host_capturing()
+        return HostRecorder.on_this_thread() is not None
 
     def new_graph(self) -> Any:
         from graphcap_backend.capture.host import HostGraph
 
-        return HostGraph()
+        return HostGraph(keep_graph=True)
 
     def new_pool(self) -> Any:
         return None

@@ -45,6 +45,8 @@ class Instance:
         device = arena.device
         self.graph = device.new_graph()
         session = device.session(self.graph, arena.pool(), annotations)
+        read = arena.owned_by_graphs([inputs[i] for i in roles.static])
+        held_before = [out.use_count() for out in read]
         if not device.staging_in_capture:
             self._staging = Staging(inputs, roles)
             self._staging.load(inputs)
@@ -68,6 +70,9 @@ class Instance:
         self._watched: list[OwnedOutput] = [] if copies else list(self.owned)
         self._probes = [out.probe() for out in self._watched]
         arena.add(self)
+        # A host graph holds what it reads; that is no use of an output by a caller.
+        self._holds = [(out, out.use_count() - before) for out, before in zip(read, held_before, strict=True)]
+        arena.adjust_baselines(self._holds)
 
     def _own_storages(self, foreign: set[int]) -> list[OwnedOutput]:
         owned: dict[int, OwnedOutput] = {}
@@ -89,12 +94,16 @@ class Instance:
     def watch(self, outputs: Sequence[OwnedOutput]) -> None:
         """Take outputs of another graph into account: they lie in memory that this one writes to."""
         self._watched.extend(outputs)
+        self.refresh_probes()
+
+    def refresh_probes(self) -> None:
+        """Baselines of watched outputs have changed."""
         self._probes = [out.probe() for out in self._watched]
 
     def unwatch_released(self) -> None:
         """Drop watched outputs whose graph is gone and that nobody holds."""
         self._watched = [out for out in self._watched if not out.released or out.in_use()]
-        self._probes = [out.probe() for out in self._watched]
+        self.refresh_probes()
 
     def replay(self, inputs: list[Any]) -> list[Any]:
         """Run the graph on this call's inputs. Gradients must be off; the arena's lock must be held."""
@@ -118,5 +127,7 @@ class Instance:
         """Give the graph and its memory back; outputs that callers hold stay valid."""
         self._arena.forget(self)
         self.graph.reset()
+        self._arena.adjust_baselines([(out, -held) for out, held in self._holds])
+        self._holds = []
         self._own = []
         self._staging.buffers.clear()

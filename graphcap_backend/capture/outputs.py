@@ -51,12 +51,12 @@ class OwnedOutput:
     it, so views, tensors saved by autograd, ``.grad`` and holders in C++ all count.
     """
 
-    __slots__ = ("_baseline", "_cdata", "_storage_holder", "address", "num_bytes", "released")
+    __slots__ = ("_baseline", "_storage_holder", "address", "num_bytes", "released", "storage")
 
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         self._storage_holder = tensor
-        self._cdata = storage._cdata
+        self.storage = storage._cdata
         self.address = storage.data_ptr()
         self.num_bytes = storage.nbytes()
         self._baseline = 0
@@ -64,14 +64,23 @@ class OwnedOutput:
 
     def set_baseline(self) -> None:
         """Call once, when only the graph holds the storage."""
-        self._baseline = torch._C._storage_Use_Count(self._cdata)
+        self._baseline = self.use_count()
+
+    def raise_baseline(self, by: int) -> None:
+        """A graph holds the storage ``by`` times more (or, negative, less) than before."""
+        self._baseline += by
+
+    def use_count(self) -> int:
+        """Holders of the storage now."""
+        count: int = torch._C._storage_Use_Count(self.storage)
+        return count
 
     def in_use(self) -> bool:
-        return bool(torch._C._storage_Use_Count(self._cdata) > self._baseline)
+        return self.use_count() > self._baseline
 
     def probe(self) -> tuple[int, int]:
         """(storage, count when idle), for the loop that has no time for a method call."""
-        return self._cdata, self._baseline
+        return self.storage, self._baseline
 
 
 def plan_outputs(

@@ -109,6 +109,7 @@ class Replayed:
         self._roles: InputRoles | None = None
         self._families: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
         self._warm: OrderedDict[tuple[Any, ...], None] = OrderedDict()
+        self._last_addresses: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
         self._current: Family | None = None
         self._static: list[int] = []
         self._dynamic = False
@@ -185,6 +186,8 @@ class Replayed:
         key = self._key(inputs)
         family = self._families.get(key)
         if family is None:
+            if self._demote_volatile(inputs, key):
+                key = self._key(inputs)
             reason = self._not_yet(key)
             if reason is not None:
                 return self._uncaptured(inputs, reason)
@@ -196,14 +199,14 @@ class Replayed:
         if family.refused is not None:
             return self._uncaptured(inputs, family.refused.kind)
         self._families.move_to_end(key)
-        if not self._roles_met().written_back:
-            self._current = family
-        elif refuse_layout(inputs, self._roles_met()) is not None:
-            # Which inputs overlap is no part of the key, so with write-backs every call is looked at.
+        if self._roles_met().written_back and refuse_layout(inputs, self._roles_met()) is not None:
             return self._uncaptured(inputs, SkipKind.OVERLAP)
         instance = self._open_instance(family, inputs)
         if instance is None:
             return self._uncaptured(inputs, family.refused.kind if family.refused else SkipKind.OUTPUTS_HELD)
+        if not self._roles_met().written_back:
+            # Which inputs overlap is no part of the key, so with write-backs every call comes this way.
+            self._current = family
         self._arena.join_stream()
         with torch.no_grad():
             outputs = instance.replay(inputs)
@@ -224,6 +227,34 @@ class Replayed:
         self._roles = assign_roles(inputs, self.callee.static, self.callee.mutated)
         self._static = list(self._roles.static)
         self._dynamic = self._roles.dynamic
+        return True
+
+    def _demote_volatile(self, inputs: Sequence[Any], key: tuple[Any, ...]) -> bool:
+        """Have inputs copied in that Inductor takes for static but that come at another address each time.
+
+        In a backward these are saved inputs of the user. Parameters get a graph per address instead
+        (several modules may share one compiled function), and so do outputs of captured graphs.
+        """
+        before = self._last_addresses.get(key[:2])
+        self._last_addresses[key[:2]] = key[2]
+        while len(self._last_addresses) > self._limits.max_graphs:
+            self._last_addresses.popitem(last=False)
+        if before is None:
+            return False
+        volatile = {
+            i
+            for i, old, new in zip(self._static, before, key[2], strict=True)
+            if old != new and not isinstance(inputs[i], torch.nn.Parameter) and not self._arena.owns(inputs[i])
+        }
+        if not volatile:
+            return False
+        self.release()
+        self._warm.clear()
+        self._last_addresses.clear()
+        static = [i for i in self._static if i not in volatile]
+        self._roles = assign_roles(inputs, static, self.callee.mutated)
+        self._static = static
+        self._warm[self._key(inputs)] = None  # it ran at this shape before
         return True
 
     def _not_yet(self, key: tuple[Any, ...]) -> SkipKind | None:
