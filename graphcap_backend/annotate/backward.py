@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from graphcap_backend.annotate import thread_state
 from graphcap_backend.annotate.process import PROCESS
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Launch(NamedTuple):
 def running_node() -> int | None:
     """Number of the autograd node that runs on this thread, or None outside backward."""
     node = _running()
-    return None if node is None else node._sequence_nr()  # type: ignore[no-any-return, attr-defined]
+    return None if node is None else node._sequence_nr()
 
 
 class Attached(NamedTuple):
@@ -93,7 +94,7 @@ def attach(recording: Recording) -> Attached | None:
         What was attached before, for ``detach``.
     """
     outer = attached()
-    torch._C._stash_obj_in_tls(_TLS_KEY, Attached(recording, _MINE.token))
+    thread_state.put(_TLS_KEY, Attached(recording, _MINE.token))
     if HAS_NODE_HOOKS:
         torch._C._autograd._push_node_creation_hook(_on_autograd_node)
     return outer
@@ -101,21 +102,19 @@ def attach(recording: Recording) -> Attached | None:
 
 def detach(outer: Attached | None) -> None:
     """Undo ``attach``, on the same thread; elsewhere there is nothing to undo."""
-    if not torch._C._is_key_in_tls(_TLS_KEY):
+    if attached() is None:
         return
     if HAS_NODE_HOOKS:
         torch._C._autograd._pop_node_creation_hook()
     if outer is None:
-        torch._C._remove_obj_from_tls(_TLS_KEY)
+        thread_state.remove(_TLS_KEY)
     else:
-        torch._C._stash_obj_in_tls(_TLS_KEY, outer)
+        thread_state.put(_TLS_KEY, outer)
 
 
 def attached() -> Attached | None:
     """What this thread, or whoever called the backward it works on, attached."""
-    if not torch._C._is_key_in_tls(_TLS_KEY):
-        return None
-    found: Attached | None = torch._C._get_obj_in_tls(_TLS_KEY)
+    found: Attached | None = thread_state.get(_TLS_KEY)
     return found
 
 
@@ -142,6 +141,18 @@ def launch() -> Launch | None:
     if HAS_NODE_HOOKS or not torch.is_grad_enabled():
         return None
     return Launch(False, _newest() - 1, _MINE.token)
+
+
+def running() -> Launch | None:
+    """The same for work between here and the next change; None outside backward."""
+    node = _running()
+    return None if node is None else running_launch(node)
+
+
+def future_launch(node: Any, token: ThreadToken) -> Launch:
+    """``launch`` of the work that an autograd node is about to do."""
+    number: int = node._sequence_nr()
+    return Launch(True, number, None, origin_of(node)) if HAS_NODE_HOOKS else Launch(True, number, token)
 
 
 def running_launch(node: Any) -> Launch:
@@ -202,9 +213,7 @@ def _pass_on(_grads: Any) -> None:
     torch._C._autograd._push_node_creation_hook(_on_autograd_node)
 
 
-def inherited(
-    scope: Scope | None, frozen: Mapping[str, Any], running: int | None
-) -> dict[str, Any]:
+def inherited(scope: Scope | None, frozen: Mapping[str, Any], running: int | None) -> dict[str, Any]:
     """The annotation of work that an autograd node with ``frozen`` does under ``scope``.
 
     Scopes opened round the backward lie outside what the node carries, scopes opened by the

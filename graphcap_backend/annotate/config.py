@@ -45,9 +45,7 @@ class AnnotationConfig:
             raise TypeError(f"annotation_config must be a dict or None, got {config!r}")
         unknown = sorted(str(key) for key in config if key not in _OPTIONS)
         if unknown:
-            raise ValueError(
-                f"annotation_config has unknown keys {unknown}; valid keys are {list(_OPTIONS)}"
-            )
+            raise ValueError(f"annotation_config has unknown keys {unknown}; valid keys are {list(_OPTIONS)}")
         backend = config.get("backend", "auto")
         if backend not in _BACKENDS:
             raise ValueError(_choice("backend", backend, _BACKENDS))
@@ -56,9 +54,7 @@ class AnnotationConfig:
             raise ValueError(_choice("key_by", key_by, _KEYS))
         stacks = config.get("record_py_stacks", False)
         if not isinstance(stacks, bool):
-            raise TypeError(
-                f'annotation_config["record_py_stacks"] must be True or False, got {stacks!r}'
-            )
+            raise TypeError(f'annotation_config["record_py_stacks"] must be True or False, got {stacks!r}')
         if stacks and backend == "edge_walk":
             raise ValueError(
                 'annotation_config["record_py_stacks"]=True needs CUPTI node callbacks, which '

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -48,9 +47,7 @@ class _GraphData(ctypes.Structure):
     )
 
 
-_Callback = ctypes.CFUNCTYPE(
-    None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p
-)
+_Callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
 
 
 class NodeCallbacks:
@@ -92,9 +89,7 @@ class NodeCallbacks:
             self._unsubscribe(library)
 
     def _enable(self, library: ctypes.CDLL, enable: int) -> None:
-        result = library.cuptiEnableCallback(
-            enable, self._handle, _DOMAIN_RESOURCE, _GRAPHNODE_CREATED
-        )
+        result = library.cuptiEnableCallback(enable, self._handle, _DOMAIN_RESOURCE, _GRAPHNODE_CREATED)
         _check(library, "cuptiEnableCallback", result)
 
     def _unsubscribe(self, library: ctypes.CDLL) -> None:
@@ -143,7 +138,7 @@ def _make_callback() -> Callable[[Any, int, int, int], None]:
             recording = recordings.get(graph)
             if recording is not None:
                 recording.on_node(graph, created.node)
-        except BaseException as error:  # an exception must not reach CUPTI's C code
+        except BaseException as error:  # noqa: BLE001 - must not reach CUPTI's C code
             if recording is not None:
                 recording.note_failure(error)
 
@@ -266,23 +261,23 @@ def _candidates(major: int) -> Iterator[str]:
             yield path
     for package, folder in ((f"nvidia.cu{major}", "lib"), ("nvidia.cuda_cupti", "lib")):
         for root in _package_roots(package):
-            path = Path(root, folder, f"libcupti.so.{major}")
-            if path.exists():
-                yield str(path)
+            file = Path(root, folder, f"libcupti.so.{major}")
+            if file.exists():
+                yield str(file)
     yield f"libcupti.so.{major}"
 
 
 def _loaded() -> list[str]:
     try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            paths = [line.split(maxsplit=5)[5].strip() for line in maps if "libcupti.so" in line]
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
+    paths = (line.split(maxsplit=5)[5] for line in maps.splitlines() if "libcupti.so" in line)
     return list(dict.fromkeys(paths))
 
 
 def _major_of(path: str) -> int | None:
-    _, _, suffix = os.path.basename(path).partition("libcupti.so.")
+    _, _, suffix = Path(path).name.partition("libcupti.so.")
     digits = suffix.partition(".")[0]
     return int(digits) if digits.isdigit() else None
 

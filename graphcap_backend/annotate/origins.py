@@ -110,9 +110,7 @@ def known_wrappers() -> dict[str, WrapperOrigins]:
 
 def parse_stack(text: str) -> tuple[Frame, ...]:
     """Frames of a stack as Python formats one, innermost first."""
-    return tuple(
-        (file, int(line), function) for file, line, function in reversed(_FRAME.findall(text))
-    )
+    return tuple((file, int(line), function) for file, line, function in reversed(_FRAME.findall(text)))
 
 
 def _call_sites(source_code: str) -> Iterator[tuple[list[str], range]]:
@@ -175,9 +173,7 @@ def _unique(names: Iterator[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _fused_annotation(
-    scopes: Sequence[Mapping[str, Any]], is_backward: bool
-) -> Mapping[str, Any] | None:
+def _fused_annotation(scopes: Sequence[Mapping[str, Any]], is_backward: bool) -> Mapping[str, Any] | None:
     """All scopes of one kernel in one dict; see ``mark_kernels``."""
     distinct: list[Mapping[str, Any]] = []
     for scope in scopes:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 
 from graphcap_backend.annotate import backward
 from graphcap_backend.annotate.backward import ForwardTrail, Launch
-from graphcap_backend.annotate.config import AnnotationConfig
 from graphcap_backend.annotate.origins import known_wrappers
 from graphcap_backend.annotate.process import PROCESS
 from graphcap_backend.annotate.registry import Entry, GraphKeys, GraphRecord
@@ -17,6 +17,7 @@ from graphcap_backend.annotate.stacks import absolute_filter_paths, provenance_n
 from graphcap_backend.errors import CuptiError, CuptiMissingError
 
 if TYPE_CHECKING:
+    from graphcap_backend.annotate.config import AnnotationConfig
     from graphcap_backend.annotate.edge_walk import EdgeWalk
 
 Way = Literal["cupti", "edge_walk", "host"]
@@ -59,9 +60,7 @@ class Recording:
         self._config: Final = config
         self._filter_paths = absolute_filter_paths(config.py_stack_filter_paths)
         # Scopes traced into a compiled region are found by the wrapper's line, so by stack.
-        self.gathers = config.record_py_stacks or any(
-            wrapper.annotated for wrapper in known_wrappers().values()
-        )
+        self.gathers = config.record_py_stacks or any(wrapper.annotated for wrapper in known_wrappers().values())
         self._events: list[Event] = []
         self._graph = 0
         self._recording = False
@@ -86,23 +85,31 @@ class Recording:
         """
         if config.key_by == "source":
             _require_source_ids()
-        way = _choose_way(config)
-        recording = cls(config, way)
+        if _choose_way(config) == "edge_walk":
+            from graphcap_backend.annotate.edge_walk import num_nodes
+
+            return cls.start_walk(config, num_nodes)
         try:
-            if way == "edge_walk":
-                recording._walk_edges()
+            recording = cls(config, "cupti")
             recording._begin()
         except BaseException:
-            if way == "cupti":
-                _release_callbacks()
+            _release_callbacks()
             raise
         return recording
 
-    def _walk_edges(self) -> None:
+    @classmethod
+    def start_walk(cls, config: AnnotationConfig, count_nodes: Callable[[int], int]) -> Recording:
+        """Record by edge walk.
+
+        Args:
+            count_nodes: gives the number of nodes of the graph that ``bind`` will name.
+        """
         from graphcap_backend.annotate.edge_walk import EdgeWalk
 
-        watches = self.gathers and (self._config.best_effort or not self._config.record_py_stacks)
-        self.walk = EdgeWalk(watches_lines=watches)
+        recording = cls(config, "edge_walk")
+        recording.walk = EdgeWalk(count=count_nodes, watches_lines=recording.gathers)
+        recording._begin()
+        return recording
 
     def _begin(self) -> None:
         self._outer = backward.attach(self)
@@ -149,10 +156,10 @@ class Recording:
         with PROCESS.lock:
             PROCESS.num_recording -= 1
             PROCESS.by_graph.pop(self._graph, None)
-        backward.detach(self._outer)
-        self._outer = None
-        self.trail.close()
         try:
+            backward.detach(self._outer)
+            self._outer = None
+            self.trail.close()
             if self.walk is not None:
                 self._events = self.walk.end()
                 self.walk = None
@@ -262,10 +269,10 @@ def source_ids_available() -> bool:
 
 
 def _require_source_ids() -> None:
-    from graphcap_backend.annotate import cupti
+    from graphcap_backend.annotate import cupti, edge_walk
 
     found = cupti.version()
-    driver: int = torch._C._cuda_getDriverVersion()
+    driver = edge_walk.driver_version()
     if found < 130400 or driver < 13040:
         raise CuptiMissingError(
             'annotation_config["key_by"]="source"',

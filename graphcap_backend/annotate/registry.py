@@ -7,10 +7,9 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
-from graphcap_backend.annotate.backward import ForwardTrail
-from graphcap_backend.annotate.config import AnnotationConfig
 from graphcap_backend.annotate.process import PROCESS
 from graphcap_backend.annotate.scopes import merge_annotations
 from graphcap_backend.annotate.shape import ShapedNode, exec_ids
@@ -22,6 +21,10 @@ from graphcap_backend.annotate.stacks import (
     symbolize,
 )
 from graphcap_backend.errors import GraphcapError
+
+if TYPE_CHECKING:
+    from graphcap_backend.annotate.backward import ForwardTrail
+    from graphcap_backend.annotate.config import AnnotationConfig
 
 _Value = TypeVar("_Value")
 _Reader = Callable[[], Sequence[ShapedNode]]
@@ -135,9 +138,7 @@ class GraphRecord:
         frames = dict(zip(raw, symbolize(list(raw.values())), strict=True))
         default = StackFilter(None, provenance)
         chosen = default if self._filter_paths is None else StackFilter(self._filter_paths, provenance)
-        known: dict[int, Launch] = {
-            key: describe(stack, provenance, chosen, default) for key, stack in frames.items()
-        }
+        known: dict[int, Launch] = {key: describe(stack, provenance, chosen, default) for key, stack in frames.items()}
         for entry in entries:
             launch = known.get(id(entry.traceback))
             forward = known.get(id(entry.forward))
@@ -160,11 +161,7 @@ class GraphRecord:
             yield from ((high | node, node) for node in sorted(nodes))
         else:
             # A body's own graph has another id; under source keys only the top level is ours.
-            yield from (
-                (high | node_id, path[0])
-                for node_id, path in shape
-                if graph_id is not None or len(path) == 1
-            )
+            yield from ((high | node_id, path[0]) for node_id, path in shape if graph_id is not None or len(path) == 1)
 
     def _exec_shape(self) -> list[tuple[int, tuple[int, ...]]] | None:
         if self._shape is None and self._read_shape is not None:
@@ -273,14 +270,14 @@ def dump_kernel_py_stacks(path: str | os.PathLike[str]) -> None:
         OSError: it can't be written.
     """
     stacks = _STACKS.copy()
-    target = os.path.abspath(path)
-    handle, name = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".graphcap-")
+    target = Path(path)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=".graphcap-")
     try:
         with os.fdopen(handle, "wb") as file, gzip.open(file, "wt", encoding="utf-8") as text:
             json.dump(stacks, text)
-        os.replace(name, target)
+        Path(name).replace(target)
     except BaseException:
-        os.unlink(name)
+        Path(name).unlink()
         raise
 
 

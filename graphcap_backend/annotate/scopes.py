@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from graphcap_backend.annotate import backward as _backward
+from graphcap_backend.annotate import thread_state
 from graphcap_backend.annotate.process import PROCESS
 
 if TYPE_CHECKING:
@@ -31,10 +32,8 @@ class Scope:
     def __init__(self, own: Mapping[str, Any], parent: Scope | None, freezes: bool) -> None:
         self.own: Final = own
         self.parent: Final = parent
-        self.annotation: Final[Mapping[str, Any]] = (
-            own if parent is None else merge_annotations(parent.annotation, own)
-        )
-        self.freezes: Final = freezes or (parent is not None and parent.freezes)
+        self.annotation: Final[Mapping[str, Any]] = own if parent is None else merge_annotations(parent.annotation, own)
+        self.freezes: Final[bool] = freezes or (parent is not None and parent.freezes)
         """Whether autograd nodes made inside pass the annotation on to their backward."""
         self.running: Final = _backward.running_node()
         """The autograd node inside whose execution the scope was opened, or None."""
@@ -54,17 +53,15 @@ def merge_annotations(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dic
 
 def current_scope() -> Scope | None:
     """The scope in force on this thread, as autograd's thread-local state has it."""
-    if not torch._C._is_key_in_tls(_TLS_KEY):
-        return None
-    scope: Scope | None = torch._C._get_obj_in_tls(_TLS_KEY)
+    scope: Scope | None = thread_state.get(_TLS_KEY)
     return scope
 
 
 def _put(scope: Scope | None) -> None:
     if scope is None:
-        torch._C._remove_obj_from_tls(_TLS_KEY)
+        thread_state.remove(_TLS_KEY)
     else:
-        torch._C._stash_obj_in_tls(_TLS_KEY, scope)
+        thread_state.put(_TLS_KEY, scope)
 
 
 def _as_dict(annotation: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -72,9 +69,7 @@ def _as_dict(annotation: str | Mapping[str, Any]) -> dict[str, Any]:
         return {"name": annotation}
     if isinstance(annotation, dict):
         return dict(annotation)
-    raise TypeError(
-        f"an annotation is a str or a dict, got {type(annotation).__name__}: {annotation!r}"
-    )
+    raise TypeError(f"an annotation is a str or a dict, got {type(annotation).__name__}: {annotation!r}")
 
 
 class _OpenScope:
@@ -117,9 +112,7 @@ class _NoScope:
 _NO_SCOPE: Final = _NoScope()
 
 
-def mark_kernels(
-    annotation: str | dict[str, Any], *, backward: bool = True
-) -> contextlib.AbstractContextManager[None]:
+def mark_kernels(annotation: str | dict[str, Any], *, backward: bool = True) -> contextlib.AbstractContextManager[None]:
     """Annotate the nodes captured inside a ``with`` block.
 
     A str ``s`` means ``{"name": s}``. Nested scopes merge key by key, nested dicts too, and
@@ -143,7 +136,7 @@ def mark_kernels(
     """
     if torch.compiler.is_compiling():
         own = _as_dict(annotation)
-        return torch.fx.traceback.annotate({"graphcap": _merged_while_tracing(own)})  # type: ignore[no-any-return, no-untyped-call]
+        return torch.fx.traceback.annotate({"graphcap": _merged_while_tracing(own)})
     if not PROCESS.num_recording:
         if not isinstance(annotation, (str, dict)):
             _as_dict(annotation)

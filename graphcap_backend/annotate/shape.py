@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
-_SILENT: Final = frozenset(
-    {"empty", "child_graph", "conditional", "mem_alloc", "mem_free", "unknown"}
-)
+_SILENT: Final = frozenset({"empty", "child_graph", "conditional", "mem_alloc", "mem_free", "unknown"})
 """Kinds of nodes that a replay reports no work for under their own id."""
 
 

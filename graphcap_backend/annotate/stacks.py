@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import graphcap_backend
@@ -25,7 +26,7 @@ from graphcap_backend.annotate.origins import (
 )
 from graphcap_backend.annotate.process import PROCESS
 
-_OWN_ROOT: Final = os.path.dirname(os.path.abspath(graphcap_backend.__file__ or "")) + os.sep
+_OWN_ROOT: Final = str(Path(graphcap_backend.__file__ or "").parent) + os.sep
 _FRAMEWORKS: Final = ("torch", "triton", "cuda.bindings", "cupti")
 _GENERATED_NAMES: Final = ("<frozen ", "<eval_with_key>", "<__array_function__")
 
@@ -95,21 +96,26 @@ class StackFilter:
             return self._default and file.startswith(_GENERATED_NAMES)
         if self._default and self._provenance.is_generated(file):
             return True
-        return os.path.normcase(os.path.abspath(file)).startswith(self._roots)
+        return _absolute(file).startswith(self._roots)
+
+
+def _absolute(path: str) -> str:
+    # Not resolved: a link stays what the code object says it is, as in torch's filter.
+    return os.path.normcase(os.path.abspath(path))  # noqa: PTH100
 
 
 def _root(path: str) -> str:
-    return os.path.normcase(os.path.abspath(path)).rstrip(os.sep) + os.sep
+    return _absolute(path).rstrip(os.sep) + os.sep
 
 
 def absolute_filter_paths(paths: Sequence[str] | None) -> tuple[str, ...] | None:
     """Filter paths with relative ones resolved now; called when a capture begins."""
-    return None if paths is None else tuple(os.path.abspath(path) for path in paths)
+    return None if paths is None else tuple(_absolute(path) for path in paths)
 
 
 def _default_roots() -> Iterator[str]:
     yield _OWN_ROOT
-    yield os.path.dirname(importlib.__file__ or "")
+    yield str(Path(importlib.__file__ or "").parent)
     for name in _FRAMEWORKS:
         # What is not imported has no frames.
         yield from getattr(sys.modules.get(name), "__path__", ())
@@ -126,13 +132,12 @@ def symbolize(tracebacks: Sequence[Any]) -> list[list[Frame]]:
     if not tracebacks:
         return []
     return [
-        [(frame["filename"], frame["line"], frame["name"]) for frame in frames]
+        [(frame["filename"], int(frame["line"]), frame["name"]) for frame in frames]
         for frames in torch._C._profiler.symbolize_tracebacks(list(tracebacks))
     ]
 
 
-def describe(frames: Sequence[Frame], provenance: Provenance, filter_: StackFilter,
-             default: StackFilter) -> Launch:
+def describe(frames: Sequence[Frame], provenance: Provenance, filter_: StackFilter, default: StackFilter) -> Launch:
     """What the stack of a node says about its launch.
 
     The stack begins with the model's line: for a compiled kernel the innermost line of each
@@ -162,9 +167,7 @@ def describe(frames: Sequence[Frame], provenance: Provenance, filter_: StackFilt
         kept.extend(_joined(chains, filter_))
         behind = chains[0]
         if origin is None:
-            origin = found if found is not None else KernelOrigin(
-                chains=chains, modules=(), annotation=None
-            )
+            origin = found if found is not None else KernelOrigin(chains=chains, modules=(), annotation=None)
     lines = tuple(_text(frame) for frame in kept)
     if origin is None:
         sources = tuple(_text(frame) for frame in kept[:1])
@@ -188,11 +191,7 @@ def _first_foreign(frames: Sequence[Frame]) -> int:
 
 def _innermost(chains: Sequence[Sequence[Frame]], filter_: StackFilter) -> list[Frame]:
     """The innermost frame of each chain that is not left out; no frame twice."""
-    found = (
-        next((frame for frame in chain if not filter_.omits(frame[0])), chain[0])
-        for chain in chains
-        if chain
-    )
+    found = (next((frame for frame in chain if not filter_.omits(frame[0])), chain[0]) for chain in chains if chain)
     return list(dict.fromkeys(found))
 
 
