@@ -35,7 +35,15 @@ def nodes_of(function: Callable[[Tensor], Tensor]) -> NodeList:
 def main() -> None:
     before = nodes_of(normalize)
     print(before.render())
-    assert_expected_inline(before.render(), """""")
+    assert_expected_inline(
+        before.render(),
+        """\
+0 kernel aten.mean.default
+1 kernel aten.sub.Tensor
+2 kernel aten.std.correction
+3 kernel aten.div.Tensor
+""",
+    )
 
     difference = before.diff(nodes_of(normalize_in_place))
     print(difference)

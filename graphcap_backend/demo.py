@@ -30,10 +30,9 @@ class Attention(nn.Module):
         batch, tokens, width = x.shape
         heads = self.qkv(x).view(batch, tokens, 3, NUM_HEADS, width // NUM_HEADS)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
-        mixed = torch.softmax(scores, dim=-1) @ value
-        projected: Tensor = self.out(mixed.transpose(1, 2).reshape(x.shape))
-        return projected
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return out
 
 
 class Block(nn.Module):

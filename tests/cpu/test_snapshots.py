@@ -13,11 +13,45 @@ from helpers import snapshot_models
 
 
 def test_eager_capture() -> None:
-    assert_expected_inline(snapshot_models.eager_host_text(), """""")
+    assert_expected_inline(
+        snapshot_models.eager_host_text(),
+        """\
+0 kernel aten.addmm.default
+    scope warm
+    source snapshot_models.py:21:forward
+1 kernel aten.gelu.default
+    scope warm
+    source snapshot_models.py:21:forward
+2 kernel aten.addmm.default
+    scope warm
+    source snapshot_models.py:22:forward
+3 kernel aten.gelu.default
+    scope warm
+    source snapshot_models.py:22:forward
+4 kernel aten.mul.Tensor
+    scope warm
+    source snapshot_models.py:23:forward
+5 kernel aten.add_.Tensor
+    source snapshot_models.py:42:eager_host_text
+""",
+    )
 
 
 def test_compiled_capture() -> None:
-    assert_expected_inline(snapshot_models.compiled_text("cpu"), """""")
+    assert_expected_inline(
+        snapshot_models.compiled_text("cpu"),
+        """\
+0 kernel aten.addmm.out
+    source snapshot_models.py:21:forward
+1 kernel cpp_fused_gelu
+    source snapshot_models.py:21:forward
+2 kernel aten.addmm.out
+    source snapshot_models.py:22:forward
+3 kernel cpp_fused_gelu_mul
+    source snapshot_models.py:23:forward
+    source snapshot_models.py:22:forward
+""",
+    )
 
 
 def _text_from(directory: Path, before: str) -> str:

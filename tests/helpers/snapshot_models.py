@@ -40,7 +40,7 @@ def eager_host_text() -> str:
         with mark_kernels("warm"):
             y = model(x)
         y.add_(1)
-    return capture_nodes(g).render(stacks=True)
+    return capture_nodes(g).render()
 
 
 @torch.no_grad()
@@ -53,7 +53,7 @@ def compiled_text(device: str) -> str:
     compiled = torch.compile(model, backend="graphcap", options=options)
     for _ in range(3):
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
-    (g,) = report(compiled).graphs
+    g = report(compiled).graphs[0]
     return capture_nodes(g).render()
 
 
