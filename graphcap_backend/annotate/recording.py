@@ -285,12 +285,10 @@ def _require_source_ids() -> None:
 def _entry(event: Event) -> Entry:
     scope, launch = event.scope, event.launch
     annotation = None if scope is None else scope.annotation
-    forward = None
-    if launch is not None and launch.running:
-        origin = backward.find_origin(launch)
-        if origin is not None:
-            forward = origin.traceback
-            if origin.annotation is not None:
-                annotation = backward.inherited(scope, origin.annotation, launch.number)
-                annotation["autograd_phase"] = "backward"
-    return Entry(event.node, annotation, event.traceback, forward)
+    if launch is None or not launch.running:
+        return Entry(event.node, annotation, event.traceback, None, False)
+    origin = backward.find_origin(launch) or backward.Origin(None, None)
+    if origin.annotation is not None:
+        annotation = backward.inherited(scope, origin.annotation, launch.number)
+        annotation["autograd_phase"] = "backward"
+    return Entry(event.node, annotation, event.traceback, origin.traceback, True)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _TLS_KEY: Final = "graphcap_scope"
 
+FORWARD_ONLY: Final = "graphcap_forward_only"
+"""Key in a traced annotation that backward kernels must not carry; never shown to users."""
+
 
 class Scope:
     """One open scope, merged with those around it. Never changed once made."""
@@ -136,7 +139,7 @@ def mark_kernels(annotation: str | dict[str, Any], *, backward: bool = True) -> 
     """
     if torch.compiler.is_compiling():
         own = _as_dict(annotation)
-        return torch.fx.traceback.annotate({"graphcap": _merged_while_tracing(own)})
+        return torch.fx.traceback.annotate({"graphcap": _merged_while_tracing(own, backward)})
     if not PROCESS.num_recording:
         if not isinstance(annotation, (str, dict)):
             _as_dict(annotation)
@@ -144,10 +147,17 @@ def mark_kernels(annotation: str | dict[str, Any], *, backward: bool = True) -> 
     return _OpenScope(_as_dict(annotation), backward)
 
 
-def _merged_while_tracing(own: dict[str, Any]) -> dict[str, Any]:
+def _merged_while_tracing(own: dict[str, Any], backward: bool) -> dict[str, Any]:
     """``own`` merged into the scope being traced; run by Dynamo itself, at trace time."""
     custom = torch.fx.traceback.current_meta.get("custom") or {}
-    return merge_annotations(custom.get("graphcap") or {}, own)
+    outer = custom.get("graphcap") or {}
+    merged = merge_annotations(outer, own)
+    # As for eager scopes: backward work carries all of them once one of them asks for it.
+    if backward or (outer and not outer.get(FORWARD_ONLY)):
+        merged.pop(FORWARD_ONLY, None)
+    else:
+        merged[FORWARD_ONLY] = True
+    return merged
 
 
 # What torch.compiler.assume_constant_result sets; calling that here would import Dynamo.
