@@ -118,6 +118,15 @@ def add_empty_node(graph: int) -> None:
     _call("cuGraphAddEmptyNode", ctypes.byref(node), _Handle(graph), None, ctypes.c_size_t(0))
 
 
+def graph_exec_id(graph_exec: int) -> int | None:
+    """Id of a ``CUgraphExec``, the one CUPTI reports; None where the driver (before 13.1) cannot tell."""
+    get_id = getattr(_libcuda(), "cuGraphExecGetId", None)
+    value = ctypes.c_uint()
+    if get_id is None or get_id(_Handle(graph_exec), ctypes.byref(value)) != 0:
+        return None
+    return value.value
+
+
 def edges(graph: int) -> list[tuple[int, int]]:
     """(from, to) node handles of all edges of a ``CUgraph``."""
     count = ctypes.c_size_t()

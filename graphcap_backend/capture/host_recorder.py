@@ -203,6 +203,16 @@ class HostRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.failure = self.failure or error
             raise
 
+    def outside_memory(self) -> list[tuple[Tensor, int]]:
+        """Memory from outside that launches use, until ``stop``: a tensor on each storage, and how
+        many of the launches' tensors hold it."""
+        held: dict[int, list[Tensor]] = {}
+        for launch in self.launches:
+            for tensor in tensors_in((list(launch.args), dict(launch.kwargs))):
+                if tensor.layout == torch.strided and not self._is_born(tensor):
+                    held.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        return [(tensors[0], len(tensors)) for tensors in held.values()]
+
     def _is_born(self, tensor: Tensor) -> bool:
         return self._memory.is_born(tensor)
 

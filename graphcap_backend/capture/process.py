@@ -7,12 +7,14 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from graphcap_backend.capture.first_calls import FirstCallGuard
 from graphcap_backend.errors import NestedCaptureError
 
 if TYPE_CHECKING:
     import torch
 
     from graphcap_backend.capture.record import CapturedGraph
+    from graphcap_backend.capture.session import CaptureSession
 
 
 class GarbagePause:
@@ -78,6 +80,7 @@ class CaptureProcess:
 
     Attributes:
         lock: held while a session enters or leaves; never while the user's code runs.
+        first_calls: held by CUDA captures.
         captured: the record of each graph captured, as long as the graph object lives.
     """
 
@@ -86,18 +89,23 @@ class CaptureProcess:
         self.captured: weakref.WeakKeyDictionary[Any, CapturedGraph] = weakref.WeakKeyDictionary()
         self.garbage = GarbagePause()
         self.side_streams = SideStreams()
-        self._thread = threading.local()
-        self._active = 0
+        self.first_calls = FirstCallGuard(self._refuse_first_call)
+        self._sessions: dict[int, CaptureSession] = {}  # by thread
 
     @property
     def num_active(self) -> int:
         """How many sessions are capturing, on all threads."""
-        return self._active
+        return len(self._sessions)
 
     @property
-    def capturing_here(self) -> object | None:
+    def capturing_here(self) -> CaptureSession | None:
         """The session that captures on this thread."""
-        return getattr(self._thread, "session", None)
+        return self._sessions.get(threading.get_ident())
+
+    def _refuse_first_call(self, what: str) -> None:
+        session = self.capturing_here
+        if session is not None:
+            session.refuse_first_call(what)
 
     def check_not_nested(self) -> None:
         """Raise NestedCaptureError inside another session of this thread."""
@@ -107,16 +115,14 @@ class CaptureProcess:
                 "End the outer `graph` block first; the outer capture goes on unharmed"
             )
 
-    def enter(self, session: object) -> None:
+    def enter(self, session: CaptureSession) -> None:
         """Note that ``session`` captures on this thread."""
         self.check_not_nested()
-        self._thread.session = session
-        self._active += 1
+        self._sessions[threading.get_ident()] = session
 
-    def leave(self) -> None:
-        """Take :meth:`enter` back, on the same thread."""
-        self._thread.session = None
-        self._active -= 1
+    def leave(self, session: CaptureSession) -> None:
+        """Take :meth:`enter` back, on whichever thread the block ends."""
+        self._sessions = {thread: other for thread, other in self._sessions.items() if other is not session}
 
 
 PROCESS = CaptureProcess()

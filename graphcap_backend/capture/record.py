@@ -12,9 +12,10 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from graphcap_backend.capture import driver
 from graphcap_backend.capture.nodes import NodeList
 from graphcap_backend.capture.process import PROCESS
-from graphcap_backend.errors import CuptiError, GraphcapError
+from graphcap_backend.errors import CuptiBusyError, CuptiError, GraphcapError
 
 if TYPE_CHECKING:
     from graphcap_backend.annotate.registry import GraphRecord
@@ -83,14 +84,28 @@ class CudaKeys:
 
 
 def _exec_id_of(handle: int) -> int:
-    from graphcap_backend.annotate import cupti
-
+    exec_id = driver.graph_exec_id(handle)
+    if exec_id is not None:
+        return exec_id
     try:
-        exec_id: int = cupti.graph_exec_id(handle)
+        return _exec_id_from_cupti(handle)
     except CuptiError:
         # No CUPTI, no trace to join with: any number that tells live graphs apart will do.
         return handle >> 4 & _LOW_32_BITS
-    return exec_id
+
+
+def _exec_id_from_cupti(handle: int) -> int:
+    from graphcap_backend.annotate import cupti
+
+    try:
+        cupti.acquire_callbacks()
+    except CuptiBusyError:
+        return cupti.graph_exec_id(handle)  # somebody has CUPTI up already: asking changes nothing
+    try:
+        return cupti.graph_exec_id(handle)
+    finally:
+        # Merely asking brings CUPTI up and slows all later replays; giving it back finalizes it.
+        cupti.release_callbacks()
 
 
 class HostKeys:
@@ -137,6 +152,8 @@ class CapturedGraph:
         self.num_nodes = num_nodes
         self.keys = keys
         self._read_nodes = read_nodes
+        if record is not None:
+            record.read_shape_with(read_nodes)
         self._keep = keep  # a MemPool given by the caller must outlive the graph that uses it
         with PROCESS.lock:
             previous = PROCESS.captured.get(graph)

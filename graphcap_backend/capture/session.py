@@ -15,11 +15,12 @@ from graphcap_backend.capture.pool import pool_id
 from graphcap_backend.capture.process import PROCESS
 from graphcap_backend.capture.targets import CudaTarget, HostTarget, Target
 from graphcap_backend.capture.undo import UndoStack
-from graphcap_backend.errors import CaptureError
+from graphcap_backend.errors import CaptureError, NotWarmedUpError
 
 if TYPE_CHECKING:
     from graphcap_backend.annotate.config import AnnotationConfig
     from graphcap_backend.annotate.recording import Recording
+    from graphcap_backend.capture.liveness import InputWatch
     from graphcap_backend.capture.record import CapturedGraph
 
 ERROR_MODES = ("global", "thread_local", "relaxed")
@@ -74,8 +75,9 @@ class CaptureSession:
         self._graph = graph
         self._pool = pool
         self._annotations = annotations
-        if check_input_liveness:
-            raise NotImplementedError("check_input_liveness is not implemented yet")
+        self._watched = tuple(liveness_inputs) if check_input_liveness else None
+        self._watch: InputWatch | None = None
+        self._refused: NotWarmedUpError | None = None
         self._state = SessionState.NEW
         self._undo = UndoStack()
         self._recording: Recording | None = None
@@ -114,7 +116,11 @@ class CaptureSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
+            self._undo.on_failure(lambda: self._target.note_cause(error))
             self._fail(error)
+            refused = self._refused
+            if refused is not None and error is not refused and str(refused) in str(error):
+                raise refused from error  # Dynamo had wrapped it into an error of its own
             return
         try:
             with PROCESS.lock:
@@ -133,7 +139,7 @@ class CaptureSession:
     def _begin(self) -> None:
         undo, target = self._undo, self._target
         PROCESS.enter(self)
-        undo.restore(PROCESS.leave)
+        undo.restore(lambda: PROCESS.leave(self))
         target.prepare(undo, alone=PROCESS.num_active == 1)
         PROCESS.garbage.hold()
         undo.restore(PROCESS.garbage.release)
@@ -143,15 +149,30 @@ class CaptureSession:
             undo.on_failure(self._recording.stop)
         undo.on_failure(target.abort)
         target.begin(self._recording)
+        if self._watched is not None:
+            self._watch = target.watch_inputs(self._watched)
+            undo.restore(self._watch.stop)
+            self._watch.start()
 
     def _end(self) -> None:
         recording, target = self._recording, self._target
+        if self._watch is not None:
+            self._watch.stop()
         if recording is not None:
             recording.stop()
         target.end(recording)
         record = None if recording is None else recording.seal(target.keys)
         self._captured = target.captured(record)
         self._undo.succeed()
+
+    def refuse_first_call(self, what: str) -> None:
+        """Raise NotWarmedUpError where ``what`` is about to spoil this capture."""
+        if self._target.spoiled_by_first_calls:
+            self._refused = NotWarmedUpError(
+                f"{what}, and that cannot be done while a stream is capturing. Call the function once before the "
+                "capture, with inputs of the same shapes and in the same modes"
+            )
+            raise self._refused
 
     def _fail(self, error: BaseException) -> None:
         self._state = SessionState.FAILED

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+from torch import Tensor
+
 from graphcap_backend.capture import driver
+from graphcap_backend.capture.liveness import CheckedReplay, InputWatch
 from graphcap_backend.capture.pool import pool_id
 from graphcap_backend.capture.process import PROCESS
 from graphcap_backend.capture.record import CapturedGraph, CudaKeys, HostKeys
 from graphcap_backend.capture.template import ClonedTemplate, KeptTemplate, no_nodes
+from graphcap_backend.capture.unjoined import check_joined, unjoined_error
 from graphcap_backend.errors import CaptureError, NestedCaptureError
 
 if TYPE_CHECKING:
-    import torch
-
     from graphcap_backend.annotate.config import AnnotationConfig
     from graphcap_backend.annotate.recording import Recording
     from graphcap_backend.annotate.registry import GraphRecord
@@ -32,6 +36,8 @@ class Target(Protocol):
 
     num_nodes: int
     """Nodes captured; set by :meth:`end`."""
+    spoiled_by_first_calls: bool
+    """Whether compiling or tuning while capturing breaks the capture."""
 
     def prepare(self, undo: UndoStack, *, alone: bool) -> None:
         """Check that a capture may begin, make room, select the stream. ``alone``: no other capture runs."""
@@ -42,8 +48,14 @@ class Target(Protocol):
     def begin(self, recording: Recording | None) -> None:
         """Enter capture mode."""
 
+    def watch_inputs(self, named: Sequence[Tensor]) -> InputWatch:
+        """A watch for the inputs of this capture, to be started; after :meth:`begin`."""
+
+    def note_cause(self, error: BaseException) -> None:
+        """Add to an exception of the block what only the capture's state tells."""
+
     def end(self, recording: Recording | None) -> None:
-        """Leave capture mode with the captured graph in place."""
+        """Leave capture mode with the captured graph in place; the watch, if any, has stopped."""
 
     def abort(self) -> None:
         """Leave capture mode, wherever :meth:`begin` or :meth:`end` stopped, with nothing captured."""
@@ -55,6 +67,8 @@ class Target(Protocol):
 class CudaTarget:
     """Capture into a ``torch.cuda.CUDAGraph``."""
 
+    spoiled_by_first_calls = True
+
     def __init__(
         self, graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream | None, error_mode: str
     ) -> None:
@@ -65,11 +79,10 @@ class CudaTarget:
         self._error_mode = error_mode
         self._keep_graph = _keeps_template(graph)
         self._template: ClonedTemplate | None = None
+        self._watch: InputWatch | None = None
         self._began = False
 
     def prepare(self, undo: UndoStack, *, alone: bool) -> None:
-        import torch
-
         if torch.cuda.is_current_stream_capturing():
             raise NestedCaptureError(
                 "the current stream is already being captured, and one capture cannot hold another. End that "
@@ -77,6 +90,7 @@ class CudaTarget:
             )
         if _books_closed(self._graph):
             raise CaptureError("this CUDAGraph holds a captured graph; call reset() on it or capture into a new one")
+        CheckedReplay.remove(self._graph)
         stream = self._given_stream
         if stream is None:
             stream = PROCESS.side_streams.take(torch.cuda.current_device())
@@ -91,6 +105,8 @@ class CudaTarget:
                 gc.collect()
             torch.cuda.empty_cache()
             torch._C._host_emptyCache()
+        PROCESS.first_calls.hold()
+        undo.restore(PROCESS.first_calls.release)
         context = torch.cuda.stream(stream)
         context.__enter__()  # type: ignore[no-untyped-call]
         undo.restore(lambda: context.__exit__(None, None, None))
@@ -107,23 +123,53 @@ class CudaTarget:
         if recording is not None:
             recording.bind(driver.capture_info(self._stream.cuda_stream).graph)
 
-    def end(self, recording: Recording | None) -> None:
-        import torch
+    def watch_inputs(self, named: Sequence[Tensor]) -> InputWatch:
+        self._watch = InputWatch(_counts_on_cuda, self._num_launches, named)
+        return self._watch
 
+    def _num_launches(self) -> int:
+        graph = driver.capture_info(self._stream.cuda_stream).graph
+        return driver.num_nodes(graph) if graph else 0
+
+    def note_cause(self, error: BaseException) -> None:
+        if driver.capture_info(self._stream.cuda_stream).status is driver.CaptureStatus.INVALIDATED:
+            error.add_note(f"graphcap: {self._invalidated()}")
+
+    def _invalidated(self) -> str:
+        others = (
+            ' or, as capture_error_mode is "global", in another thread (allocating, pinning or synchronizing there is '
+            'enough; "thread_local" allows it)'
+            if self._error_mode == "global"
+            else ""
+        )
+        return (
+            f"the capture was invalidated by an operation that is not allowed while a stream is capturing, in the "
+            f"captured block{others}"
+        )
+
+    def end(self, recording: Recording | None) -> None:
         with torch.cuda.stream(self._stream):  # the block may have left another one current
             info = driver.capture_info(self._stream.cuda_stream)
-            if info.status is driver.CaptureStatus.ACTIVE:
-                self.num_nodes = driver.num_nodes(info.graph)
-                if self.num_nodes == 0:
-                    driver.add_empty_node(info.graph)  # torch would warn; the session does, in better words
-                elif not self._keep_graph:
-                    self._template = ClonedTemplate(info.graph)
-            self._graph.capture_end()
+            if info.status is driver.CaptureStatus.INVALIDATED:
+                raise CaptureError(self._invalidated())
+            if info.status is driver.CaptureStatus.NONE:
+                raise CaptureError(f"{self._stream} is not capturing any more; somebody else ended the capture")
+            self.num_nodes = driver.num_nodes(info.graph)
+            if self.num_nodes == 0:
+                driver.add_empty_node(info.graph)  # torch would warn; the session does, in better words
+            elif not self._keep_graph:
+                self._template = ClonedTemplate(info.graph)
+            if recording is not None:
+                check_joined(info, recording)
+            try:
+                self._graph.capture_end()
+            except RuntimeError as error:
+                if "unjoined work" in str(error):
+                    raise unjoined_error() from error
+                raise
         self.keys = CudaKeys(self._graph, source_graph_id=info.capture_id, keep_graph=self._keep_graph)
 
     def abort(self) -> None:
-        import torch
-
         if self._template is not None:
             self._template.drop()
         if not self._began:
@@ -141,8 +187,6 @@ class CudaTarget:
         When the driver ends a capture with an error, torch's ``capture_end`` stops half-way and leaves
         the allocator's routing, the pool's use count and the generator's capturing flag behind.
         """
-        import torch
-
         driver.begin_empty_capture(stream)
         cuda_graph: Any = torch._C._CUDAGraph  # past any hook or override that may have failed just now
         end = getattr(cuda_graph, "capture_end_pre", None) or cuda_graph.capture_end
@@ -154,6 +198,10 @@ class CudaTarget:
             driver.drop_capture(stream)
 
     def captured(self, record: GraphRecord | None) -> CapturedGraph:
+        if self._watch is not None:
+            segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            self._watch.sort_out(segments, tuple(self._graph.pool()))
+            CheckedReplay(self._graph, self._watch, self.keys.alive)
         if self.num_nodes == 0:
             read_nodes: Any = no_nodes
         else:
@@ -171,20 +219,37 @@ class CudaTarget:
 class HostTarget:
     """Capture into a :class:`HostGraph`."""
 
+    spoiled_by_first_calls = False
+
     def __init__(self, graph: HostGraph, pool: PoolHandle | None, error_mode: str) -> None:
         self._graph = graph
         self._pool = pool
         self._error_mode = error_mode
+        self._watch: InputWatch | None = None
         self._began = False
 
     def prepare(self, undo: UndoStack, *, alone: bool) -> None:
         if _books_closed(self._graph):
             raise CaptureError("this HostGraph holds a captured graph; call reset() on it or capture into a new one")
+        CheckedReplay.remove(self._graph)
 
     def start_recording(self, config: AnnotationConfig) -> Recording:
         from graphcap_backend.annotate.recording import Recording
 
         return Recording.start_host(config)
+
+    def watch_inputs(self, named: Sequence[Tensor]) -> InputWatch:
+        def num_launches() -> int:
+            recorder = HostRecorder.on_this_thread()
+            return 0 if recorder is None else len(recorder.launches)
+
+        from graphcap_backend.capture.host_recorder import HostRecorder
+
+        self._watch = InputWatch(lambda tensor: tensor.device.type == "cpu", num_launches, named)
+        return self._watch
+
+    def note_cause(self, error: BaseException) -> None:
+        pass  # the host's own errors say it all
 
     def begin(self, recording: Recording | None) -> None:
         self._graph.launch_listener = None if recording is None else recording.on_node
@@ -192,6 +257,8 @@ class HostTarget:
         self._graph.capture_begin(pool=self._pool, capture_error_mode=self._error_mode)
 
     def end(self, recording: Recording | None) -> None:
+        if self._watch is not None:
+            self._name_inputs(self._watch)
         self._graph.capture_end()
         self._graph.launch_listener = None
         self.num_nodes = len(self._graph.nodes)
@@ -203,11 +270,27 @@ class HostTarget:
             self._graph.abort_capture()
             self._graph.reset()
 
+    def _name_inputs(self, watch: InputWatch) -> None:
+        """The recorder knows what is from outside, also for compiled kernels; the graph holds it, too."""
+        from graphcap_backend.capture.host_recorder import HostRecorder
+
+        recorder = HostRecorder.on_this_thread()
+        outside = [] if recorder is None else recorder.outside_memory()
+        watch.keep_only(tensor.untyped_storage()._cdata for tensor, _ in outside)
+        for tensor, num_holders in outside:
+            watch.use(tensor, num_own_holders=num_holders)
+
     def captured(self, record: GraphRecord | None) -> CapturedGraph:
+        if self._watch is not None:
+            CheckedReplay(self._graph, self._watch, self.keys.alive)
         nodes = self._graph.nodes
         return CapturedGraph(
             self._graph, keys=self.keys, read_nodes=lambda: nodes, num_nodes=self.num_nodes, record=record
         )
+
+
+def _counts_on_cuda(tensor: Tensor) -> bool:
+    return tensor.is_cuda or (tensor.device.type == "cpu" and tensor.is_pinned())
 
 
 def _books_closed(graph: Any) -> bool:
