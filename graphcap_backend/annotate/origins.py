@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from graphcap_backend.annotate.process import PROCESS
-from graphcap_backend.annotate.scopes import merge_annotations
+from graphcap_backend.annotate.scopes import FORWARD_ONLY, merge_annotations
 
 Frame = tuple[str, int, str]
 """File, line, function."""
@@ -35,10 +35,12 @@ class KernelOrigin:
 
     chains: tuple[tuple[Frame, ...], ...]
     """One per fused operator: its frames in the model, innermost first. No two are equal."""
-    modules: tuple[str, ...]
+    modules: tuple[str, ...] = ()
     """Paths of the modules whose operators were fused, as the compiler names them."""
-    annotation: Mapping[str, Any] | None
+    annotation: Mapping[str, Any] | None = None
     """Scopes traced into the region; None where no fused operator was in one."""
+    backward_annotation: Mapping[str, Any] | None = None
+    """The same without scopes that asked not to be passed on to backward work."""
 
 
 class WrapperOrigins:
@@ -67,7 +69,6 @@ def register_wrapper(
     stack_traces: Mapping[str, Sequence[str]],
     modules: Mapping[str, Sequence[str]] = _NO_MAPPING,
     annotations: Mapping[str, Sequence[Mapping[str, Any]]] = _NO_MAPPING,
-    is_backward: bool = False,
 ) -> WrapperOrigins:
     """Make the origins of one generated module known.
 
@@ -78,21 +79,18 @@ def register_wrapper(
             fused into that call, each as Python formats one, outermost first.
         modules: handle to module paths.
         annotations: handle to the annotation of each fused operator that has one, in order.
-        is_backward: the wrapper is a compiled backward; its annotations get
-            "autograd_phase".
 
     Returns:
         The object to hold as long as the region lives.
     """
     by_line: dict[int, KernelOrigin] = {}
     for handles, lines in _call_sites(source_code):
+        scopes = [scope for name in handles for scope in annotations.get(name, ()) if scope]
         origin = KernelOrigin(
             chains=_chains(text for name in handles for text in stack_traces.get(name, ())),
             modules=_unique(path for name in handles for path in modules.get(name, ())),
-            annotation=_fused_annotation(
-                [scope for name in handles for scope in annotations.get(name, ()) if scope],
-                is_backward,
-            ),
+            annotation=_fused_annotation(scopes),
+            backward_annotation=_fused_annotation([scope for scope in scopes if not scope.get(FORWARD_ONLY)]),
         )
         by_line.update(dict.fromkeys(lines, origin))
     origins = WrapperOrigins(path, by_line)
@@ -173,19 +171,18 @@ def _unique(names: Iterator[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _fused_annotation(scopes: Sequence[Mapping[str, Any]], is_backward: bool) -> Mapping[str, Any] | None:
+def _fused_annotation(scopes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """All scopes of one kernel in one dict; see ``mark_kernels``."""
-    distinct: list[Mapping[str, Any]] = []
+    distinct: list[dict[str, Any]] = []
     for scope in scopes:
-        if scope not in distinct:
-            distinct.append(scope)
+        shown = {key: value for key, value in scope.items() if key != FORWARD_ONLY}
+        if shown not in distinct:
+            distinct.append(shown)
     if not distinct:
         return None
     merged: dict[str, Any] = {}
-    for scope in distinct:
-        merged = merge_annotations(scope, merged)
+    for shown in distinct:
+        merged = merge_annotations(shown, merged)
     if len(distinct) > 1:
-        merged["fused"] = [dict(scope) for scope in distinct]
-    if is_backward:
-        merged["autograd_phase"] = "backward"
+        merged["fused"] = distinct
     return merged

@@ -52,6 +52,8 @@ class Entry(NamedTuple):
     traceback: Any
     forward: Any
     """Traceback of the forward operator that a backward node comes from."""
+    in_backward: bool
+    """Whether an autograd node launched it."""
 
 
 class GraphRecord:
@@ -144,9 +146,12 @@ class GraphRecord:
             forward = known.get(id(entry.forward))
             if launch is None:
                 continue
-            if launch.annotation is not None:
-                outer = self._annotations.get(entry.node, {})
-                self._annotations[entry.node] = merge_annotations(outer, launch.annotation)
+            traced = launch.backward_annotation if entry.in_backward else launch.annotation
+            if traced is not None:
+                annotation = merge_annotations(self._annotations.get(entry.node, {}), traced)
+                if entry.in_backward:
+                    annotation["autograd_phase"] = "backward"
+                self._annotations[entry.node] = annotation
             self._launches[entry.node] = _behind(forward, launch) if forward else launch
 
     def entries(self) -> Iterator[tuple[int, int]]:
@@ -179,7 +184,7 @@ class GraphRecord:
 
 def _behind(forward: Launch, launch: Launch) -> Launch:
     """A backward node: the forward lines it comes from, then where backward was called."""
-    if launch.annotation is not None or launch.modules:
+    if launch.is_compiled:
         return launch  # compiled backward: its origins name the forward already
     lines = [text for text in (forward.stack, launch.stack) if text]
     return Launch(stack="\n".join(lines) or None, sources=forward.sources, modules=forward.modules)

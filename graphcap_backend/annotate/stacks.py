@@ -27,8 +27,10 @@ from graphcap_backend.annotate.origins import (
 from graphcap_backend.annotate.process import PROCESS
 
 _OWN_ROOT: Final = str(Path(graphcap_backend.__file__ or "").parent) + os.sep
+_DEMO: Final = _OWN_ROOT + "demo.py"
 _FRAMEWORKS: Final = ("torch", "triton", "cuda.bindings", "cupti")
 _GENERATED_NAMES: Final = ("<frozen ", "<eval_with_key>", "<__array_function__")
+_LAUNCHER_OWNERS: Final = ("triton_heuristics.py", "static_triton_launcher.py", "static_cuda_launcher.py")
 
 LineMap = Mapping[str, Any]
 """Inductor's: path to (first lines, formatted stacks), or to nothing."""
@@ -69,6 +71,11 @@ class Launch:
     sources: tuple[str, ...]
     modules: tuple[str, ...] = ()
     annotation: Mapping[str, Any] | None = None
+    """Scopes traced into the compiled region that launched it."""
+    backward_annotation: Mapping[str, Any] | None = None
+    """The same for a launch in backward."""
+    is_compiled: bool = False
+    """Whether a module that Inductor generated launched it."""
 
 
 class StackFilter:
@@ -91,11 +98,17 @@ class StackFilter:
             known = self._known[file] = self._decide(file)
         return known
 
+    def omits_at(self, frames: Sequence[Frame], at: int) -> bool:
+        """Whether this frame of a stack is left out; some are known by their caller only."""
+        return self.omits(frames[at][0]) or (self._default and _is_triton_launcher(frames, at))
+
     def _decide(self, file: str) -> bool:
         if file.startswith("<"):
             return self._default and file.startswith(_GENERATED_NAMES)
         if self._default and self._provenance.is_generated(file):
             return True
+        if self._default and file == _DEMO:
+            return False  # its model stands for the user's
         return _absolute(file).startswith(self._roots)
 
 
@@ -146,28 +159,28 @@ def describe(frames: Sequence[Frame], provenance: Provenance, filter_: StackFilt
     """
     kept: list[Frame] = []
     origin: KernelOrigin | None = None
-    behind: tuple[Frame, ...] = ()
+    region: tuple[str, str] | None = None
     at = _first_foreign(frames)
     while at < len(frames):
-        file, line, _ = frame = frames[at]
+        file, line, function = frame = frames[at]
         at += 1
+        if not provenance.is_generated(file):
+            # The function that Dynamo compiled, as it rewrote it, has its line in the chain.
+            if (file, function) != region and not filter_.omits_at(frames, at - 1):
+                kept.append(frame)
+            region = region if filter_.omits(file) else None
+            continue
         if not filter_.omits(file):
             kept.append(frame)
-        if not provenance.is_generated(file):
-            if behind and (file, frame[2]) == (behind[-1][0], behind[-1][2]) and kept:
-                # The region's own function, as Dynamo rewrote it: its line is in the chain.
-                kept.pop() if kept[-1] == frame else None
-                behind = ()
-            continue
         mapped = provenance.mapped(file, line)
         if tuple(frames[at : at + len(mapped)]) == mapped:
             at += len(mapped)  # the symbolizer put them there
-        found = provenance.origin(file, line)
-        chains = found.chains if found is not None and found.chains else (mapped,)
-        kept.extend(_joined(chains, filter_))
-        behind = chains[0]
-        if origin is None:
-            origin = found if found is not None else KernelOrigin(chains=chains, modules=(), annotation=None)
+        found = provenance.origin(file, line) or KernelOrigin(chains=(mapped,) if mapped else ())
+        chains = found.chains or ((mapped,) if mapped else ())
+        if chains:
+            kept.extend(_joined(chains, filter_))
+            region = chains[0][-1][0], chains[0][-1][2]
+            origin = origin or found
     lines = tuple(_text(frame) for frame in kept)
     if origin is None:
         sources = tuple(_text(frame) for frame in kept[:1])
@@ -178,6 +191,19 @@ def describe(frames: Sequence[Frame], provenance: Provenance, filter_: StackFilt
         sources=sources,
         modules=() if origin is None else origin.modules,
         annotation=None if origin is None else origin.annotation,
+        backward_annotation=None if origin is None else origin.backward_annotation,
+        is_compiled=origin is not None,
+    )
+
+
+def _is_triton_launcher(frames: Sequence[Frame], at: int) -> bool:
+    """Inductor makes the function that launches a Triton kernel by ``exec`` of a string."""
+    file, _, function = frames[at]
+    return (
+        file == "<string>"
+        and function == "launcher"
+        and frames[at + 1 :][:1] != []
+        and (frames[at + 1][0].endswith(_LAUNCHER_OWNERS))
     )
 
 

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphcap_backend.annotate.config import AnnotationConfig
 from graphcap_backend.annotate.recording import Recording
 
-
 if TYPE_CHECKING:
     from graphcap_backend.annotate.registry import GraphRecord
 

@@ -1,0 +1,149 @@
+"""What a captured graph leaves behind, and when it is gone."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+from collections.abc import MutableMapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.launch_log import Keys, Recorded, recorded
+
+from graphcap_backend.annotate.process import PROCESS
+from graphcap_backend.annotate.registry import (
+    dump_kernel_py_stacks,
+    get_kernel_annotations,
+    get_kernel_py_stacks,
+    load_kernel_py_stacks,
+    resolve_pending_annotations,
+)
+from graphcap_backend.annotate.scopes import mark_kernels
+
+
+def capture(keys: Keys, name: str = "a") -> Recorded:
+    with recorded(keys=keys) as run:
+        with mark_kernels(name):
+            torch.zeros(1)
+        torch.ones(1)
+    return run
+
+
+def mine(view: Any, *graph_ids: int) -> dict[int, Any]:
+    """Entries of these graphs; other tests may have left theirs."""
+    return {key: value for key, value in view.items() if key >> 32 in graph_ids}
+
+
+def test_keys_follow_every_instantiate() -> None:
+    keys = Keys(source_graph_id=100, exec_id=None)
+    run = capture(keys)
+    view = get_kernel_annotations()
+    assert mine(view, 100) == {100 << 32: [{"name": "a"}]}
+    for exec_id in (101, 102):
+        keys.exec_id = exec_id
+        assert mine(view, 100, 101, 102) == {exec_id << 32: [{"name": "a"}]}
+        assert set(mine(get_kernel_py_stacks(), 100, 101, 102)) == {exec_id << 32, exec_id << 32 | 1}
+    assert run.record.way == "host"
+
+
+def test_annotations_accumulate_over_graphs_and_die_one_by_one() -> None:
+    runs = [capture(Keys(200 + i, 210 + i), f"graph {i}") for i in range(3)]
+    view = get_kernel_annotations()
+    assert [mine(view, 210, 211, 212)[(210 + i) << 32] for i in range(3)] == [
+        [{"name": f"graph {i}"}] for i in range(3)
+    ]
+    del runs[1]
+    gc.collect()
+    assert set(mine(view, 210, 211, 212)) == {210 << 32, 212 << 32}
+
+
+def test_a_reset_graph_has_no_entries_though_its_record_is_held() -> None:
+    keys = Keys(300, 301)
+    run = capture(keys)
+    assert mine(get_kernel_py_stacks(), 301)
+    keys.living = False
+    assert not mine(get_kernel_py_stacks(), 301)
+    assert not mine(get_kernel_annotations(), 301)
+    assert run.record.annotation(0) is None
+    assert run.record.stack(0) is None
+
+
+def test_views_are_read_only_and_give_copies() -> None:
+    run = capture(Keys(400, 401))
+    view = get_kernel_annotations()
+    assert not isinstance(view, MutableMapping)
+    view[401 << 32][0]["name"] = "changed"
+    assert view[401 << 32] == [{"name": "a"}]
+    assert run.record.annotation(0) == {"name": "a"}
+    with pytest.raises(KeyError):
+        view[401 << 32 | 7]
+
+
+def test_many_captures_leave_nothing() -> None:
+    gc.collect()
+    before = len(PROCESS.records), len(PROCESS.trails)
+    for _ in range(1000):
+        capture(Keys())
+    gc.collect()
+    assert (len(PROCESS.records), len(PROCESS.trails)) == before
+
+
+def test_bodies_of_child_graphs_have_keys_under_exec_only() -> None:
+    kernel = SimpleNamespace(kind="kernel", body=None)
+    nodes = [kernel, SimpleNamespace(kind="child_graph", body=[kernel, kernel])]
+    for key_by_exec in (True, False):
+        keys = Keys(500, 501 if key_by_exec else None)
+        with recorded(keys=keys) as run:
+            torch.zeros(1)
+            with mark_kernels("child"):
+                torch.ones(1)
+        run.record.read_shape_with(lambda: nodes)  # type: ignore[arg-type, return-value]
+        found = mine(get_kernel_annotations(), 500, 501)
+        if key_by_exec:
+            assert found == {501 << 32 | 2: [{"name": "child"}], 501 << 32 | 3: [{"name": "child"}]}
+        else:
+            assert found == {}
+
+
+def test_dump_and_load(tmp_path: Path) -> None:
+    run = capture(Keys(600, 601))
+    path = tmp_path / "stacks.json.gz"
+    dump_kernel_py_stacks(str(path))
+    with gzip.open(path, "rt") as text:
+        assert json.load(text)[str(601 << 32)] == run.record.stack(0)
+    assert load_kernel_py_stacks(path) == dict(get_kernel_py_stacks())
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_dump_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "stacks.json.gz"
+    path.mkdir()
+    run = capture(Keys(700, 701))
+    with pytest.raises(OSError):
+        dump_kernel_py_stacks(path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert run.record.stack(0)
+
+
+def test_loading_something_else_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "other.gz"
+    for content in ("[]", '{"x": "y"}', '{"1": 2}'):
+        with gzip.open(path, "wt") as text:
+            text.write(content)
+        with pytest.raises(ValueError, match="holds no stacks"):
+            load_kernel_py_stacks(path)
+    path.write_text("{}")
+    with pytest.raises(OSError):
+        load_kernel_py_stacks(path)
+
+
+def test_resolving_early_changes_nothing() -> None:
+    run = capture(Keys(800, 801))
+    resolve_pending_annotations()
+    resolve_pending_annotations()
+    assert run.annotations() == [{"name": "a"}, None]
+    assert (run.record.stack(1) or "").count("\n") > 0
