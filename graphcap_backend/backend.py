@@ -116,9 +116,7 @@ class Region:
         else:
             reason = SkipReason(kind=SkipKind.INDUCTOR, detail=_first_sentence(graph.reason), where=graph.where)
         name = self._name(kind, 0, 1)
-        self.parts.append(
-            Part(name=name, kind=kind, partition=0, num_partitions=1, replayed=None, skipped=reason)
-        )
+        self.parts.append(Part(name=name, kind=kind, partition=0, num_partitions=1, replayed=None, skipped=reason))
         self.say(name, reason)
 
     def loaded(self, wrapper: inductor.Wrapper) -> None:

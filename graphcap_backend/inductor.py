@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import BuiltinFunctionType, ModuleType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -202,7 +202,7 @@ def inductor_patches(mode: str | None, options: Mapping[str, Any]) -> dict[str, 
         if mode not in modes:
             raise ValueError(f"mode must be one of {sorted(modes)}, found {mode!r}")
         patches.update(list_mode_options(mode))
-    known = config.get_config_copy()  # type: ignore[attr-defined]
+    known = config.get_config_copy()
     for key, value in options.items():
         name = key.replace("-", "_")
         if name not in known:
@@ -576,6 +576,45 @@ def host_kernels_recorded(sink: HostKernelSink) -> Iterator[None]:
 
 
 # --- end of host kernels ----------------------------------------------------------------------
+
+
+# --- calls of compiled regions (capture/liveness) ---------------------------------------------
+
+
+class CompiledCallSink(Protocol):
+    """Who is shown the calls of compiled regions on ``thread``."""
+
+    thread: int
+
+    def call_compiled(self, call: Callable[[Any], Any], inputs: Any) -> Any:
+        """Return ``call(inputs)``; ``inputs`` is the list of all the region reads, which the call may clear."""
+
+
+class _CallPatch(_Patch):
+    """In place of ``CompiledFxGraph.__call__``."""
+
+    def __get__(self, instance: Any, owner: type) -> Callable[[Any], Any]:
+        call: Callable[[Any], Any] = self.original.__get__(instance, owner)
+        sink = cast(CompiledCallSink | None, self.sinks.get(threading.get_ident()))
+        return call if sink is None else functools.partial(sink.call_compiled, call)
+
+
+@contextlib.contextmanager
+def compiled_calls_shown(sink: CompiledCallSink) -> Iterator[None]:
+    """While open, calls of Inductor's compiled regions on the sink's thread go through it."""
+    output_code = sys.modules.get("torch._inductor.output_code")
+    if output_code is None:
+        yield
+        return
+    region = output_code.CompiledFxGraph
+    _Patch.add(region, "__call__", cast(Any, sink), _CallPatch)
+    try:
+        yield
+    finally:
+        _Patch.remove(region, "__call__", cast(Any, sink))
+
+
+# --- end of calls of compiled regions ---------------------------------------------------------
 
 
 # --- line maps (annotate) -----------------------------------------------------------------------------

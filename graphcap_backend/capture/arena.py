@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from graphcap_backend.capture.instance import Instance
     from graphcap_backend.capture.outputs import OwnedOutput
 
+_LEND_FROM_BYTES = 1 << 20
+"""Outputs smaller than this are not worth the watching that lent memory needs."""
+
 
 class Arena:
     """The pool of one device, the lock round it, and the instances captured into it.
@@ -66,11 +69,30 @@ class Arena:
         """Memory that a graph captured now into the pool may have been given."""
         return self.device.owned_ranges(self._pool) if self._pool is not None else []
 
+    def make_room(self) -> bool:
+        """Before a capture: lend large outputs that nobody uses, so that it can have their memory.
+
+        Returns:
+            False when the capture must wait: a lent output is in use, which it would overwrite. Its graph is
+            retired, so that its next call has an output of its own and this capture can go round that.
+        """
+        free = True
+        for instance in list(self._instances):
+            for out in instance.owned:
+                if out.lent and not instance.copies and out.in_use():
+                    instance.retire()
+                    free = False
+            if not instance.keeps and instance.num_output_bytes >= _LEND_FROM_BYTES and instance.idle():
+                instance.lend()
+        self._refresh()
+        return free
+
     def add(self, instance: Instance) -> None:
-        """A new instance: earlier ones must not be replayed while its outputs in their memory are in use."""
+        """A new instance: no graph must be replayed while an output is in use that lies in its memory."""
         for earlier in self._instances:
             earlier.unwatch_released()
             earlier.watch([out for out in instance.owned if _inside(out.address, earlier.ranges)])
+            instance.watch([out for out in earlier.owned if out.lent and _inside(out.address, instance.ranges)])
         self._instances.add(instance)
 
     def owns(self, tensor: Tensor) -> bool:
@@ -87,8 +109,11 @@ class Arena:
         if any(change for _, change in changes):
             for out, change in changes:
                 out.raise_baseline(change)
-            for instance in self._instances:
-                instance.refresh_probes()
+            self._refresh()
+
+    def _refresh(self) -> None:
+        for instance in self._instances:
+            instance.refresh_probes()
 
     def forget(self, instance: Instance) -> None:
         """The instance is released. Others go on watching those of its outputs that a caller still holds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -20,15 +21,22 @@ class Device(Protocol):
     """One device that callables are captured on."""
 
     torch_device: torch.device
-    is_capturing: Callable[[], bool]
-    """Whether the current stream (on the host: this thread) is inside somebody's capture."""
-    staging_in_capture: bool
-    """Whether input buffers are allocated inside the capture, so that they come from the graph's pool."""
+
+    @property
+    def is_capturing(self) -> Callable[[], bool]:
+        """Tells whether the current stream (on the host: this thread) is inside somebody's capture."""
+
+    @property
+    def current_stream(self) -> Callable[[], int]:
+        """Tells the raw handle of the current stream; one number on the host."""
+
+    shares_memory: bool
+    """Whether graphs share a pool: input buffers come from it, and outputs may be lent to it."""
 
     def new_graph(self) -> Any: ...
+    def launcher(self, graph: Any) -> Callable[[], None]: ...
     def new_pool(self) -> Any: ...
     def session(self, graph: Any, pool: Any, annotations: AnnotationConfig | None) -> CaptureSession: ...
-    def current_stream(self) -> int: ...
     def wait_for_stream(self, stream: int) -> None: ...
     def owned_ranges(self, pool: Any) -> list[Range]: ...
     def misaligned(self, inputs: Sequence[Any]) -> list[int]: ...
@@ -37,16 +45,22 @@ class Device(Protocol):
 class CudaDevice:
     """One GPU."""
 
-    staging_in_capture = True
+    shares_memory = True
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
-        self.is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
+        self.is_capturing = torch._C._cuda_isCurrentStreamCapturing
         self._index = index
+        self.current_stream: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, index)
 
     def new_graph(self) -> torch.cuda.CUDAGraph:
         # The template stays, so that nodes can be read when somebody asks.
         return torch.cuda.CUDAGraph(keep_graph=True)
+
+    def launcher(self, graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+        # Past torch's Python method, which only calls this one.
+        launch: Callable[[], None] = partial(torch._C._CUDAGraph.replay, graph)
+        return launch
 
     def new_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
@@ -57,21 +71,18 @@ class CudaDevice:
         # "thread_local": what other threads of the user's program do is no part of this capture.
         return CaptureSession(graph, pool=pool, capture_error_mode="thread_local", annotations=annotations)
 
-    def current_stream(self) -> int:
-        return torch._C._cuda_getCurrentRawStream(self._index)
-
     def wait_for_stream(self, stream: int) -> None:
         """Make the current stream wait for what ``stream`` was given so far."""
-        earlier = torch.cuda.ExternalStream(stream, device=self.torch_device)
+        earlier = torch.cuda.ExternalStream(stream, device=self.torch_device)  # type: ignore[no-untyped-call]
         torch.cuda.current_stream(self.torch_device).wait_stream(earlier)
 
     def owned_ranges(self, pool: Any) -> list[Range]:
         """Segments of ``pool``: what a graph captured into it may write to."""
-        wanted = tuple(pool)
+        segments = torch.cuda.memory_snapshot(tuple(pool), include_traces=False)  # type: ignore[no-untyped-call]
         return [
             (segment["address"], segment["address"] + segment["total_size"])
-            for segment in torch.cuda.memory_snapshot()
-            if tuple(segment["segment_pool_id"]) == wanted and segment["device"] == self._index
+            for segment in segments
+            if segment["device"] == self._index
         ]
 
     def misaligned(self, inputs: Sequence[Any]) -> list[int]:
@@ -82,7 +93,7 @@ class CudaDevice:
 class HostDevice:
     """The CPU, captured into a HostGraph."""
 
-    staging_in_capture = False
+    shares_memory = False
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -98,6 +109,10 @@ class HostDevice:
 
         return HostGraph(keep_graph=True)
 
+    def launcher(self, graph: Any) -> Callable[[], None]:
+        launch: Callable[[], None] = graph.replay
+        return launch
+
     def new_pool(self) -> Any:
         return None
 
@@ -106,7 +121,8 @@ class HostDevice:
 
         return CaptureSession(graph, annotations=annotations)
 
-    def current_stream(self) -> int:
+    @staticmethod
+    def current_stream() -> int:
         return 0
 
     def wait_for_stream(self, stream: int) -> None:
@@ -125,5 +141,3 @@ def device_for(device: torch.device) -> Device:
     if device.type == "cuda":
         return CudaDevice(device.index if device.index is not None else torch.cuda.current_device())
     return HostDevice()
-
-

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphcap_backend.capture.outputs import unowned_aliases
 from graphcap_backend.capture.skip import SkipKind, SkipReason
 
 
@@ -89,25 +90,42 @@ def _without_expansion(tensor: Tensor) -> Tensor:
 
 
 class Staging:
-    """The buffers of one graph that non-static inputs are copied into, laid out as the inputs are."""
+    """The buffers of one graph that non-static inputs are copied into, laid out as the inputs are.
 
-    __slots__ = ("_expanded", "_filled", "_targets", "_written_back", "buffers")
+    After ``disown`` the buffers' memory belongs to the pool again and serves other graphs as well: what
+    is in it need only last from ``load`` to the end of one replay.
+    """
+
+    __slots__ = ("_expanded", "_filled", "_targets", "_written_back", "buffers", "num_bytes")
 
     def __init__(self, inputs: Sequence[Any], roles: InputRoles) -> None:
         self.buffers: dict[int, Tensor] = {}
         for i in roles.copied:
             like = inputs[i]
             self.buffers[i] = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
-        filled = [i for i in roles.copied if inputs[i].numel()]
-        self._filled = tuple(filled)
+        self._filled = tuple(i for i in roles.copied if inputs[i].numel())
         # A tensor that repeats itself along a dimension is copied once, not once per repetition.
-        self._expanded = any(_expanded_dims(inputs[i]) for i in filled)
-        self._targets = [_without_expansion(self.buffers[i]) for i in filled]
+        self._expanded = any(_expanded_dims(inputs[i]) for i in self._filled)
         self._written_back = tuple(i for i in roles.written_back if inputs[i].numel())
+        self.num_bytes = sum(buffer.untyped_storage().nbytes() for buffer in self.buffers.values())
+        self._set_targets()
+
+    def _set_targets(self) -> None:
+        self._targets = [_without_expansion(self.buffers[i]) for i in self._filled]
 
     def stand_in(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs to capture with: buffers in place of the inputs that will be copied."""
         return [self.buffers.get(i, value) for i, value in enumerate(inputs)]
+
+    def disown(self) -> None:
+        """Keep addresses only, so that a buffer is free once the captured callable drops it.
+
+        Not those that are read after the replay.
+        """
+        for i, buffer in self.buffers.items():
+            if i not in self._written_back and buffer.numel():
+                (self.buffers[i],) = unowned_aliases([buffer])
+        self._set_targets()
 
     def load(self, inputs: Sequence[Any]) -> None:
         """Copy this call's inputs in, in one batch. Call with gradients off."""

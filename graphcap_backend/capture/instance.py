@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphcap_backend.capture.inputs import InputRoles, Staging
 from graphcap_backend.capture.outputs import Buffer, OwnedOutput, copy_outputs, hand_out, plan_outputs
@@ -36,53 +37,72 @@ class Instance:
         donated: frozenset[int] = frozenset(),
         constants: Sequence[Tensor] = (),
         copies: bool = False,
+        keeps: bool = False,
         annotations: AnnotationConfig | None = None,
     ) -> None:
         """Capture ``run`` as called with ``inputs``. Executes nothing; raises what the capture raises."""
         self.copies = copies
+        self.keeps = keeps
+        """Whether its outputs are never lent."""
         self.num_replays = 0
         self._arena = arena
-        device = arena.device
-        self.graph = device.new_graph()
-        session = device.session(self.graph, arena.pool(), annotations)
+        self.retired = False
+        """True once its memory is in the way of others: it is captured anew, then with outputs never lent."""
+        self.graph = arena.device.new_graph()
         read = arena.owned_by_graphs([inputs[i] for i in roles.static])
         held_before = [out.use_count() for out in read]
-        if not device.staging_in_capture:
-            self._staging = Staging(inputs, roles)
-            self._staging.load(inputs)
-        with session:
-            if device.staging_in_capture:
-                self._staging = Staging(inputs, roles)
-            staged = self._staging.stand_in(inputs)
-            outputs = list(run(list(staged)))
-        self.captured: CapturedGraph = session.captured
+        outputs, storages = self._capture(run, inputs, roles, donated, annotations)
         self.graph.instantiate()
-        self._plan, own = plan_outputs(outputs, inputs, staged, donated)
-        del outputs, staged
-        self._own = [tensor.detach() for tensor in own]
-        del own
-        self._only_buffers = [output.slot for output in self._plan if isinstance(output, Buffer)] == list(
-            range(len(self._plan))
-        )
-        foreign = {constant.untyped_storage()._cdata for constant in constants}
-        self.owned = self._own_storages(foreign)
+        self._launch = self._arena.device.launcher(self.graph)
+        self._plan, own = plan_outputs(outputs, storages, self._staging.stand_in(inputs))
+        del outputs
+        self.owned = _by_storage(own, {constant.untyped_storage()._cdata for constant in constants})
+        self._own = own
+        self._only_buffers = [out.slot for out in self._plan if isinstance(out, Buffer)] == list(range(len(self._plan)))
+        for out in self.owned:
+            out.set_baseline()
         self.ranges = arena.ranges()
         self._watched: list[OwnedOutput] = [] if copies else list(self.owned)
-        self._probes = [out.probe() for out in self._watched]
+        self.refresh_probes()
         arena.add(self)
         # A host graph holds what it reads; that is no use of an output by a caller.
         self._holds = [(out, out.use_count() - before) for out, before in zip(read, held_before, strict=True)]
         arena.adjust_baselines(self._holds)
+        if copies:
+            self.lend()
 
-    def _own_storages(self, foreign: set[int]) -> list[OwnedOutput]:
-        owned: dict[int, OwnedOutput] = {}
-        for tensor in self._own:
-            cdata = tensor.untyped_storage()._cdata
-            if cdata not in owned and cdata not in foreign:
-                owned[cdata] = OwnedOutput(tensor)
-        for out in owned.values():
-            out.set_baseline()
-        return list(owned.values())
+    def _capture(
+        self,
+        run: Callable[[list[Any]], Sequence[Any]],
+        inputs: Sequence[Any],
+        roles: InputRoles,
+        donated: frozenset[int],
+        annotations: AnnotationConfig | None,
+    ) -> tuple[list[Any], dict[int, int]]:
+        """Outputs of the captured run, and which storages are those of inputs."""
+        device = self._arena.device
+        session = device.session(self.graph, self._arena.pool(), annotations)
+        if not device.shares_memory:
+            self._staging = Staging(inputs, roles)
+            self._staging.load(inputs)
+        with session:
+            if device.shares_memory:
+                self._staging = Staging(inputs, roles)
+            staged = self._staging.stand_in(inputs)
+            candidates = [i for i, value in enumerate(staged) if isinstance(value, Tensor) and i not in donated]
+            storages = {staged[i].untyped_storage()._cdata: i for i in reversed(candidates)}
+            # The captured callable may drop an input; a weak reference keeps its storage's identity from being reused.
+            identities = [StorageWeakRef(staged[i].untyped_storage()) for i in candidates]  # type: ignore[no-untyped-call]
+            if device.shares_memory:
+                self._staging.disown()
+            outputs = list(run(staged))
+            del staged
+        self.captured: CapturedGraph = session.captured
+        if self.captured.record is not None:
+            # Raw tracebacks hold the code that Dynamo made, and that code holds this graph, out of the collector's sight.
+            self.captured.record.resolve()
+        del identities
+        return outputs, storages
 
     def idle(self) -> bool:
         """Whether a replay would overwrite nothing that somebody still holds."""
@@ -96,9 +116,20 @@ class Instance:
         self._watched.extend(outputs)
         self.refresh_probes()
 
+    def unused(self) -> bool:
+        """As ``idle()``, for a retired instance too."""
+        return not any(out.in_use() for out in self._watched)
+
+    def retire(self) -> None:
+        """Take it out of service: it is never idle again."""
+        self.retired = True
+        self.refresh_probes()
+
     def refresh_probes(self) -> None:
         """Baselines of watched outputs have changed."""
         self._probes = [out.probe() for out in self._watched]
+        if self.retired and self.owned:
+            self._probes = [(self.owned[0].storage, -1)]
 
     def unwatch_released(self) -> None:
         """Drop watched outputs whose graph is gone and that nobody holds."""
@@ -108,7 +139,7 @@ class Instance:
     def replay(self, inputs: list[Any]) -> list[Any]:
         """Run the graph on this call's inputs. Gradients must be off; the arena's lock must be held."""
         self._staging.load(inputs)
-        self.graph.replay()
+        self._launch()
         self._staging.write_back(inputs)
         self.num_replays += 1
         if self.copies:
@@ -117,11 +148,27 @@ class Instance:
             return [tensor.detach() for tensor in self._own]
         return hand_out(self._plan, [tensor.detach() for tensor in self._own], inputs)
 
+    def lend(self) -> None:
+        """Let graphs captured from now on use the memory of this one's outputs too. Only when ``idle()``."""
+        if not self._arena.device.shares_memory:
+            return
+        lent: dict[int, Tensor] = {}
+        for out in self.owned:
+            if not out.lent:
+                before = out.tensors
+                out.lend()
+                lent.update((id(tensor), alias) for tensor, alias in zip(before, out.tensors, strict=True))
+        self._own = [lent.get(id(tensor), tensor) for tensor in self._own]
+
+    @property
+    def num_output_bytes(self) -> int:
+        """Bytes of its own outputs."""
+        return sum(out.num_bytes for out in self.owned)
+
     @property
     def num_bytes(self) -> int:
-        """Bytes that this instance keeps allocated: input buffers and outputs."""
-        buffers = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._staging.buffers.values()}
-        return sum(buffers.values()) + sum(out.num_bytes for out in self.owned)
+        """Bytes of this instance's input buffers and outputs; lent ones are shared with other graphs."""
+        return self._staging.num_bytes + self.num_output_bytes
 
     def release(self) -> None:
         """Give the graph and its memory back; outputs that callers hold stay valid."""
@@ -131,3 +178,11 @@ class Instance:
         self._holds = []
         self._own = []
         self._staging.buffers.clear()
+
+
+def _by_storage(own: Sequence[Tensor], foreign: set[int]) -> list[OwnedOutput]:
+    """The storages of output tensors that belong to the graph, as constants of compiled code do not."""
+    tensors: dict[int, list[Tensor]] = {}
+    for tensor in own:
+        tensors.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    return [OwnedOutput(group) for storage, group in tensors.items() if storage not in foreign]

@@ -45,22 +45,26 @@ Output = Buffer | InputAlias | Constant | Same
 
 
 class OwnedOutput:
-    """One storage that a graph writes outputs into.
+    """One storage that a graph writes outputs into, and the tensors in it that are handed out.
 
     ``in_use`` compares the storage's reference count with what it was when nobody but the graph held
     it, so views, tensors saved by autograd, ``.grad`` and holders in C++ all count.
+
+    Owned memory is set aside in the pool; ``lend`` gives it back for graphs captured later to use as
+    well. Those must then not be replayed while a caller holds the output, and the other way round.
     """
 
-    __slots__ = ("_baseline", "_storage_holder", "address", "num_bytes", "released", "storage")
+    __slots__ = ("_baseline", "address", "lent", "num_bytes", "released", "storage", "tensors")
 
-    def __init__(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self._storage_holder = tensor
+    def __init__(self, tensors: list[Tensor]) -> None:
+        storage = tensors[0].untyped_storage()
+        self.tensors = tensors
         self.storage = storage._cdata
         self.address = storage.data_ptr()
         self.num_bytes = storage.nbytes()
-        self._baseline = 0
         self.released = False
+        self.lent = False
+        self._baseline = 0
 
     def set_baseline(self) -> None:
         """Call once, when only the graph holds the storage."""
@@ -82,26 +86,40 @@ class OwnedOutput:
         """(storage, count when idle), for the loop that has no time for a method call."""
         return self.storage, self._baseline
 
+    def lend(self) -> None:
+        """Give the memory back to the pool and hand out from the same addresses all the same. Only when idle."""
+        self.tensors = unowned_aliases(self.tensors)
+        self.storage = self.tensors[0].untyped_storage()._cdata
+        self.lent = True
+        self.set_baseline()
+
+
+def unowned_aliases(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors over the memory of ``tensors``, which share one storage, that do not keep it allocated."""
+    storage = tensors[0].untyped_storage()
+    construct: Any = torch._C._construct_storage_from_data_pointer
+    unowned = construct(storage.data_ptr(), tensors[0].device, storage.nbytes())
+    return [
+        torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+            unowned, tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+        for tensor in tensors
+    ]
+
 
 def plan_outputs(
-    outputs: Sequence[Any], inputs: Sequence[Any], staged: Sequence[Any], donated: frozenset[int]
+    outputs: Sequence[Any], input_storages: dict[int, int], inputs_like: Sequence[Any]
 ) -> tuple[list[Output], list[Tensor]]:
     """Sort the outputs of a captured run.
 
     Args:
         outputs: what the captured callable returned.
-        inputs: the caller's inputs.
-        staged: what the callable got instead: buffers, or for static inputs the inputs themselves.
-        donated: inputs that the callable may overwrite and return as an output of its own.
+        input_storages: which storage belongs to which input, of those that an output may alias.
+        inputs_like: tensors with the layout of those inputs.
 
     Returns:
         how to make each output, and the graph's own output tensors that ``Buffer`` refers to.
     """
-    by_storage = {
-        value.untyped_storage()._cdata: index
-        for index, value in reversed(list(enumerate(staged)))
-        if isinstance(value, Tensor) and index not in donated
-    }
     plan: list[Output] = []
     own: list[Tensor] = []
     seen: dict[int, int] = {}
@@ -110,8 +128,8 @@ def plan_outputs(
             plan.append(Constant(output))
         elif id(output) in seen:
             plan.append(Same(seen[id(output)]))
-        elif (index := by_storage.get(output.untyped_storage()._cdata)) is not None:
-            plan.append(_input_alias(output, index, staged[index]))
+        elif (index := input_storages.get(output.untyped_storage()._cdata)) is not None:
+            plan.append(_input_alias(output, index, inputs_like[index]))
         else:
             plan.append(Buffer(len(own)))
             own.append(output)
@@ -128,8 +146,10 @@ def _input_alias(output: Tensor, index: int, staged: Tensor) -> InputAlias:
     ):
         return InputAlias(index, None)
     if output.dtype != staged.dtype:
-        raise CaptureError(f"output is input {index} seen as {output.dtype}; only views of its own dtype are handed out")
-    offset = output.storage_offset() - staged.storage_offset()
+        raise CaptureError(
+            f"an output is input {index} seen as {output.dtype}; only views of an input's own dtype can be handed out"
+        )
+    offset = int(output.storage_offset() - staged.storage_offset())
     return InputAlias(index, (tuple(output.size()), tuple(output.stride()), offset))
 
 
@@ -167,9 +187,7 @@ def copy_outputs(own: Sequence[Tensor]) -> list[Tensor]:
             raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             storages[storage._cdata] = raw.clone()
         copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        copy.set_(
-            storages[storage._cdata].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-        )
+        copy.set_(storages[storage._cdata].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
         copies.append(copy)
     return copies
 

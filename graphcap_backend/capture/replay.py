@@ -36,7 +36,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("graphcap_backend")
 
 _WARM_KEYS_PER_GRAPH = 4
-_same_addresses = torch._C._tensors_data_ptrs_at_indices_equal
+
+
+def _same_addresses_in_python(tensors: list[Any], addresses: list[int], indices: list[int]) -> bool:
+    return all(tensors[i].data_ptr() == address for i, address in zip(indices, addresses, strict=True))
+
+
+# CPU builds of torch lack the C++ call.
+_same_addresses: Callable[[list[Any], list[int], list[int]], bool] = getattr(
+    torch._C, "_tensors_data_ptrs_at_indices_equal", _same_addresses_in_python
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +82,10 @@ class Family:
     aliasing: list[Instance] = field(default_factory=list)
     copying: Instance | None = None
     refused: SkipReason | None = None
+    full: bool = False
+    """Whether capturing one more instance has failed."""
+    keeps: bool = False
+    """Whether its graphs keep their outputs' memory to themselves."""
 
     def instances(self) -> list[Instance]:
         return [*self.aliasing, *([self.copying] if self.copying else [])]
@@ -106,6 +119,7 @@ class Replayed:
         self._arena = Arena.of(callee.device)
         self._lock = self._arena.lock
         self._is_capturing = self._arena.device.is_capturing
+        self._current_stream = self._arena.device.current_stream
         self._roles: InputRoles | None = None
         self._families: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
         self._warm: OrderedDict[tuple[Any, ...], None] = OrderedDict()
@@ -138,7 +152,8 @@ class Replayed:
                 and _same_addresses(inputs, family.static_addresses, self._static)
                 and (not self._dynamic or family.key == self._key(inputs))
             ):
-                self._arena.join_stream()
+                if self._current_stream() != self._arena.last_stream:
+                    self._arena.join_stream()
                 for instance in family.aliasing:
                     if instance.idle():
                         if not grad:
@@ -296,20 +311,31 @@ class Replayed:
 
     def _open_instance(self, family: Family, inputs: list[Any]) -> Instance | None:
         """An instance that may be replayed now, captured if need be; None when capturing fails."""
+        self._drop_retired(family)
         for instance in family.aliasing:
             if instance.idle():
                 return instance
         copies = len(family.aliasing) >= self._limits.max_held_instances
         if copies and family.copying is not None:
             return family.copying if family.copying.idle() else None
-        instance = self._capture(family, inputs, copies)
-        if instance is None:
+        if family.full or not self._arena.make_room():
+            return None
+        captured = self._capture(family, inputs, copies)
+        if captured is None:
+            family.full = True
             return None
         if copies:
-            family.copying = instance
+            family.copying = captured
         else:
-            family.aliasing.append(instance)
-        return instance if instance.idle() else None
+            family.aliasing.append(captured)
+        return captured if captured.idle() else None
+
+    def _drop_retired(self, family: Family) -> None:
+        for instance in [instance for instance in family.aliasing if instance.retired]:
+            family.keeps = True
+            if instance.unused():
+                family.aliasing.remove(instance)
+                self._release_instance(instance)
 
     def _capture(self, family: Family, inputs: list[Any], copies: bool) -> Instance | None:
         try:
@@ -323,6 +349,7 @@ class Replayed:
                     donated=self.callee.donated,
                     constants=self.callee.constants,
                     copies=copies,
+                    keeps=family.keeps,
                     annotations=self._annotations,
                 )
         except Exception as error:
@@ -358,8 +385,11 @@ class Replayed:
         if self._current is family:
             self._current = None
         for instance in family.instances():
-            self.num_replays_released += instance.num_replays
-            instance.release()
+            self._release_instance(instance)
+
+    def _release_instance(self, instance: Instance) -> None:
+        self.num_replays_released += instance.num_replays
+        instance.release()
 
     def release(self) -> None:
         """Give all graphs and their memory back. Calls go on, uncaptured or captured anew."""
