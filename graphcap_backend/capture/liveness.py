@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import sys
 import textwrap
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -47,6 +49,7 @@ class InputMemory:
         self.freed_at: str | None = None
         self._text = f"a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)} "
         self._text += f"on {tensor.device}"
+        self._is_cuda = tensor.is_cuda
         self._ref = _StorageRef(storage)
         self._holders: dict[int, weakref.ref[Any]] = {}
         self.note_holder(storage)
@@ -79,7 +82,7 @@ class InputMemory:
     def describe(self) -> str:
         """A few lines about an input that is gone."""
         stacks = {
-            "made": self.made_at or _MADE_UNKNOWN,
+            "made": self.made_at or (_MADE_UNKNOWN if self._is_cuda else "unknown"),
             "first used in the capture": self.used_at or "unknown",
             "freed": self.freed_at or "unknown",
         }
@@ -102,8 +105,8 @@ class InputWatch:
         self._num_launches = num_launches
         self._seen: dict[int, InputMemory] = {}
         self._born: dict[int, _StorageRef] = {}
-        self._mode = _WatchMode(self)
-        self._is_on = False
+        self._open = ExitStack()
+        self.thread = threading.get_ident()
         for tensor in named:
             if counts(tensor):
                 self.use(tensor)
@@ -114,27 +117,31 @@ class InputWatch:
         return [memory for memory in self._seen.values() if memory.used_at is not None]
 
     def start(self) -> None:
-        """See the operators of this thread from now on."""
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
-        self._is_on = True
+        """See the operators and compiled regions of this thread from now on."""
+        from graphcap_backend.inductor import compiled_calls_shown
+
+        self._open.enter_context(_WatchMode(self))
+        self._open.enter_context(compiled_calls_shown(self))
 
     def stop(self) -> None:
         """See no more. May be called again."""
-        if self._is_on:
-            self._is_on = False
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._born.clear()
+        self._open.close()
+        self._born.clear()
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_compiled(self, call: Callable[[Any], Any], inputs: Any) -> Any:
+        """Run one compiled region of the block and note what it uses."""
+        return self.run(inputs, lambda: call(inputs))
+
+    def run(self, arguments: Any, launch: Callable[[], Any]) -> Any:
         """Run one operator of the block and note what it uses."""
-        tensors = [value for value in tree_iter((args, kwargs)) if self._has_memory(value)]
-        for tensor in tensors:
-            self._see(tensor)
+        tensors = (value for value in tree_iter(arguments) if self._has_memory(value))
+        # No reference to a tensor is kept here: compiled regions free their inputs while they run.
+        seen = [memory for memory in map(self._see, tensors) if memory is not None]
         before = self._num_launches()
-        result = func(*args, **kwargs)
+        result = launch()
         if self._num_launches() != before:
-            for tensor in tensors:
-                self.use(tensor)
+            for memory in seen:
+                memory.used_at = memory.used_at or _user_stack()
         for value in tree_iter(result):
             if self._has_memory(value):
                 storage = value.untyped_storage()
@@ -240,7 +247,7 @@ class _WatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         watch = self._watch()
         if watch is None:
             return func(*args, **(kwargs or {}))
-        return watch.run(func, args, kwargs or {})
+        return watch.run((args, kwargs or {}), lambda: func(*args, **(kwargs or {})))
 
 
 @cache
