@@ -266,8 +266,9 @@ def _tag_nodes(gm: torch.fx.GraphModule) -> str:
     """
     digest = hashlib.sha256()
     for node in gm.graph.nodes:
-        trace = node.meta.get("stack_trace")
-        if node.op in ("placeholder", "output") or not trace:
+        # Empty where no line of the user's ran: in a torch.nn.Sequential, say.
+        trace = node.meta.get("stack_trace") or ""
+        if node.op in ("placeholder", "output"):
             continue
         origin: dict[str, Any] = {}
         if module := _module_path(node.meta.get("nn_module_stack")):

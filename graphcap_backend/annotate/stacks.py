@@ -25,6 +25,7 @@ from graphcap_backend.annotate.origins import (
     parse_stack,
 )
 from graphcap_backend.annotate.process import PROCESS
+from graphcap_backend.inductor import SCOPE_FRAME
 
 _OWN_ROOT: Final = str(Path(graphcap_backend.__file__ or "").parent) + os.sep
 _DEMO: Final = _OWN_ROOT + "demo.py"
@@ -103,6 +104,8 @@ class StackFilter:
         return self.omits(frames[at][0]) or (self._default and _is_triton_launcher(frames, at))
 
     def _decide(self, file: str) -> bool:
+        if file.startswith(SCOPE_FRAME):
+            return True  # no frame, but what rides through Inductor in one
         if file.startswith("<"):
             return self._default and file.startswith(_GENERATED_NAMES)
         if self._default and self._provenance.is_generated(file):
