@@ -29,14 +29,13 @@ class Switch:
         self.num_walks = 0
 
     def __call__(self, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        found = backward.attached()
-        walk = None if found is None else found.recording.walk
-        if found is None or walk is None:
+        walk = backward.current_walk()
+        if walk is None:
             return self.engine(outputs, *args, **kwargs)
         handles = []
         try:
             for node in _nodes(outputs):
-                handles += _bracket(node, walk, found.token)
+                handles += _bracket(node, walk)
             return self.engine(outputs, *args, **kwargs)
         finally:
             for handle in handles:
@@ -58,10 +57,9 @@ def watch_backwards(change: int) -> None:
             autograd._engine_run_backward = switch.engine
 
 
-def _bracket(node: Any, walk: EdgeWalk, token: backward.ThreadToken) -> list[Any]:
-    launch = backward.future_launch(node, token)
-    origin = backward.find_origin(launch)
-    if origin is None or origin.annotation is None:
+def _bracket(node: Any, walk: EdgeWalk) -> list[Any]:
+    launch = backward.launch_of(node)
+    if launch.origin is None or launch.origin.annotation is None:
         return []
 
     def before(_grads: Any) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
 if TYPE_CHECKING:
-    from graphcap_backend.annotate.backward import ForwardTrail
     from graphcap_backend.annotate.cupti import NodeCallbacks
+    from graphcap_backend.annotate.node_hooks import AnomalyHooks
     from graphcap_backend.annotate.origins import WrapperOrigins
     from graphcap_backend.annotate.recording import Recording
     from graphcap_backend.annotate.registry import GraphRecord
@@ -35,8 +35,9 @@ class Process:
         """Graph under construction (``cudaGraph_t``) to its recording; read per node."""
         self.callbacks: NodeCallbacks | None = None
         """The CUPTI subscription, while at least one recording uses it."""
+        self.anomaly_hooks: AnomalyHooks | None = None
+        """What autograd tells of new nodes before torch 2.14, while something records."""
         self.records: Final[WeakSet[GraphRecord]] = WeakSet()
-        self.trails: Final[WeakSet[ForwardTrail]] = WeakSet()
         self.wrappers: Final[WeakSet[WrapperOrigins]] = WeakSet()
         self.last_provenance: weakref.ref[Provenance] | None = None
         self._warned: Final[set[str]] = set()

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import torch
 
 from graphcap_backend.annotate import backward
-from graphcap_backend.annotate.backward import ForwardTrail, Launch
 from graphcap_backend.annotate.origins import known_wrappers
 from graphcap_backend.annotate.process import PROCESS
 from graphcap_backend.annotate.registry import Entry, GraphKeys, GraphRecord
@@ -17,6 +16,7 @@ from graphcap_backend.annotate.stacks import absolute_filter_paths, provenance_n
 from graphcap_backend.errors import CuptiError, CuptiMissingError
 
 if TYPE_CHECKING:
+    from graphcap_backend.annotate.backward import Launch
     from graphcap_backend.annotate.config import AnnotationConfig
     from graphcap_backend.annotate.edge_walk import EdgeWalk
 
@@ -50,12 +50,10 @@ class Recording:
         way: how nodes are found: "cupti", "edge_walk" or "host".
         gathers: whether raw tracebacks are taken.
         walk: the edge walk, which scopes report to; None on the other ways.
-        trail: what a later backward needs of this forward (torch 2.11 to 2.13).
     """
 
     def __init__(self, config: AnnotationConfig, way: Way) -> None:
         self.way: Final = way
-        self.trail: Final = ForwardTrail()
         self.walk: EdgeWalk | None = None
         self._config: Final = config
         self._filter_paths = absolute_filter_paths(config.py_stack_filter_paths)
@@ -64,7 +62,7 @@ class Recording:
         self._events: list[Event] = []
         self._graph = 0
         self._recording = False
-        self._outer: backward.Attached | None = None
+        self._outer: Recording | None = None
         self._num_failures = 0
         self._first_failure: BaseException | None = None
 
@@ -114,8 +112,6 @@ class Recording:
     def _begin(self) -> None:
         self._outer = backward.attach(self)
         self._recording = True
-        if not backward.HAS_NODE_HOOKS:
-            self.trail.open(current_scope())
         with PROCESS.lock:
             PROCESS.num_recording += 1
 
@@ -141,7 +137,7 @@ class Recording:
         traceback = None
         if self.gathers:
             traceback = torch._C._profiler.gather_traceback(True, False, False)
-        self._events.append(Event(node, current_scope(), traceback, backward.launch()))
+        self._events.append(Event(node, current_scope(), traceback, backward.running()))
 
     def note_failure(self, error: BaseException) -> None:
         """Noting a node failed; said once, when the recording stops."""
@@ -157,9 +153,8 @@ class Recording:
             PROCESS.num_recording -= 1
             PROCESS.by_graph.pop(self._graph, None)
         try:
-            backward.detach(self._outer)
+            backward.detach(self, self._outer)
             self._outer = None
-            self.trail.close()
             if self.walk is not None:
                 self._events = self.walk.end()
                 self.walk = None
@@ -189,18 +184,13 @@ class Recording:
             keys=keys,
             entries=self._entries(),
             provenance=provenance_now() if self.gathers else None,
-            trail=self.trail,
         )
         with PROCESS.lock:
             PROCESS.records.add(record)
         return record
 
     def _entries(self) -> list[Entry]:
-        """Resolve what only this moment knows: which forward work a backward node is of."""
         events, self._events = self._events, []
-        for event in events:
-            if event.launch is not None and not event.launch.running and event.traceback:
-                self.trail.note_launch(event.launch, event.traceback)
         return [_entry(event) for event in events]
 
     def discard(self) -> None:
@@ -209,8 +199,6 @@ class Recording:
             self.stop()
         finally:
             self._events = []
-            with PROCESS.lock:
-                PROCESS.trails.discard(self.trail)
 
 
 def _choose_way(config: AnnotationConfig) -> Way:
@@ -285,10 +273,12 @@ def _require_source_ids() -> None:
 def _entry(event: Event) -> Entry:
     scope, launch = event.scope, event.launch
     annotation = None if scope is None else scope.annotation
-    if launch is None or not launch.running:
+    if launch is None:
         return Entry(event.node, annotation, event.traceback, None, False)
-    origin = backward.find_origin(launch) or backward.Origin(None, None)
-    if origin.annotation is not None:
-        annotation = backward.inherited(scope, origin.annotation, launch.number)
-        annotation["autograd_phase"] = "backward"
-    return Entry(event.node, annotation, event.traceback, origin.traceback, True)
+    forward = None
+    if launch.origin is not None:
+        forward = launch.origin.traceback
+        if launch.origin.annotation is not None:
+            annotation = backward.inherited(scope, launch.origin.annotation, launch.number)
+            annotation["autograd_phase"] = "backward"
+    return Entry(event.node, annotation, event.traceback, forward, True)

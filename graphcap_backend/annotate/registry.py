@@ -23,7 +23,6 @@ from graphcap_backend.annotate.stacks import (
 from graphcap_backend.errors import GraphcapError
 
 if TYPE_CHECKING:
-    from graphcap_backend.annotate.backward import ForwardTrail
     from graphcap_backend.annotate.config import AnnotationConfig
 
 _Value = TypeVar("_Value")
@@ -75,7 +74,6 @@ class GraphRecord:
         keys: GraphKeys,
         entries: Sequence[Entry],
         provenance: Provenance | None,
-        trail: ForwardTrail,
     ) -> None:
         self.way: Final = way
         self.keys: Final = keys
@@ -84,7 +82,6 @@ class GraphRecord:
         self._filter_paths = filter_paths
         self._pending: Sequence[Entry] = entries
         self._provenance = provenance
-        self._trail: ForwardTrail | None = trail
         self._annotations: dict[int, Mapping[str, Any]] = {}
         self._launches: dict[int, Launch] = {}
         self._read_shape: _Reader | None = None
@@ -177,7 +174,7 @@ class GraphRecord:
         return self._shape
 
     def _clear(self) -> None:
-        self._pending, self._provenance, self._trail = (), None, None
+        self._pending, self._provenance = (), None
         self._annotations, self._launches, self._shape = {}, {}, None
         self._read_shape = None
 

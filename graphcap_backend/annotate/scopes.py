@@ -93,11 +93,9 @@ class _OpenScope:
         if self._walk is not None:
             self._walk.mark(scope)
         _put(scope)
-        _backward.note_scope(scope)
 
     def __exit__(self, *exc_info: object) -> None:
         _put(self._outer)
-        _backward.note_scope(self._outer)
         if self._walk is not None:
             self._walk.mark(self._outer)
 

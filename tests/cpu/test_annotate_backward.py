@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -9,8 +11,7 @@ import torch
 from helpers.launch_log import leaf, recorded, walked
 from torch.utils.checkpoint import checkpoint
 
-from graphcap_backend.annotate import backward
-from graphcap_backend.annotate.process import PROCESS
+from graphcap_backend.annotate import node_hooks
 from graphcap_backend.annotate.scopes import current_scope, mark_kernels
 
 BACKWARD = {"autograd_phase": "backward"}
@@ -141,7 +142,6 @@ def test_checkpoint_recomputation(way: Any) -> None:
     assert [run.annotations()[at]["name"] for at in again] == ["block", "block"]  # type: ignore[index]
 
 
-@pytest.mark.skipif(not backward.HAS_NODE_HOOKS, reason="needs torch 2.14: autograd node-creation hooks")
 @BOTH_WAYS
 def test_higher_orders_inherit(way: Any) -> None:
     with way() as run:
@@ -157,7 +157,7 @@ def test_higher_orders_inherit(way: Any) -> None:
             assert annotation["name"] == "a"
 
 
-@pytest.mark.skipif(not backward.HAS_NODE_HOOKS, reason="needs torch 2.14: autograd node-creation hooks")
+@pytest.mark.skipif(not node_hooks.HAS_NODE_HOOKS, reason="needs torch 2.14: autograd node-creation hooks")
 def test_higher_orders_inherit_through_a_first_backward_that_was_not_captured() -> None:
     x = leaf(2)
     with recorded() as forward, mark_kernels("a"):
@@ -169,7 +169,6 @@ def test_higher_orders_inherit_through_a_first_backward_that_was_not_captured() 
     assert run.named("sigmoid_backward") == {"name": "a", **BACKWARD}
 
 
-@pytest.mark.skipif(not backward.HAS_NODE_HOOKS, reason="needs torch 2.14: autograd node-creation hooks")
 def test_creation_hooks_do_not_outlive_the_backward() -> None:
     with recorded():
         with mark_kernels("a"):
@@ -177,7 +176,7 @@ def test_creation_hooks_do_not_outlive_the_backward() -> None:
         y.backward()
     node = (leaf(2) * 2).grad_fn
     assert node is not None
-    assert backward.origin_of(node) is None
+    assert node_hooks.kept(node) is None
 
 
 def test_backward_nodes_name_the_forward_line_then_the_call_of_backward() -> None:
@@ -200,9 +199,52 @@ def test_forward_lines_reach_a_later_capture() -> None:
     assert run.lines("sigmoid_backward")[0] == "model_line"
 
 
-def test_the_trail_of_a_forward_dies_with_its_record() -> None:
-    before = len(PROCESS.trails)
-    with recorded() as run, mark_kernels("a"):
-        leaf(2).sigmoid()
-    del run
-    assert len(PROCESS.trails) == before
+def test_a_view_that_launches_nothing_in_forward_has_its_own_line() -> None:
+    def pick(x: torch.Tensor) -> torch.Tensor:
+        return x[0]
+
+    with recorded() as run:
+        y = pick(leaf(2, 2).sigmoid())
+        z = y.tanh().sum()
+        z.backward()
+    assert run.lines("select_backward")[0] == "pick"
+
+
+def test_a_worker_thread_s_own_nodes_are_no_matter() -> None:
+    """A backward that another thread calls, with nodes of its own, as numbers of nodes are per thread."""
+    found = []
+
+    def elsewhere(y: torch.Tensor) -> None:
+        for _ in range(100):
+            leaf(2).sigmoid()
+        with recorded() as run:
+            y.backward()
+        found.append(run)
+
+    with recorded() as forward, mark_kernels("a"):
+        y = leaf(2).sigmoid().sum()
+    thread = threading.Thread(target=elsewhere, args=(y,))
+    thread.start()
+    thread.join()
+    assert forward.named("sigmoid") == {"name": "a"}
+    assert found[0].named("sigmoid_backward") == {"name": "a", **BACKWARD}
+
+
+def test_anomaly_mode_and_warnings_are_as_before() -> None:
+    before = torch.is_anomaly_enabled(), torch.fx.traceback.format_stack, list(warnings.filters)
+    for _ in range(2):
+        with recorded():
+            leaf(2).sigmoid()
+        with pytest.raises(ZeroDivisionError), recorded():
+            raise ZeroDivisionError
+        assert before == (torch.is_anomaly_enabled(), torch.fx.traceback.format_stack, list(warnings.filters))
+
+
+def test_the_user_s_own_anomaly_mode_keeps_its_stacks() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autograd.detect_anomaly(check_nan=False), recorded():
+            node = leaf(2).sigmoid().grad_fn
+            assert torch.is_anomaly_enabled()
+    assert node is not None
+    assert any("test_the_user_s_own_anomaly_mode" in line for line in node.metadata["traceback_"])
