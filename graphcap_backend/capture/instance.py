@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphcap_backend.capture.inputs import InputRoles, Staging
-from graphcap_backend.capture.outputs import Buffer, OwnedOutput, copy_outputs, hand_out, plan_outputs
+from graphcap_backend.capture.outputs import Buffer, OwnedOutput, any_in_use, copy_outputs, hand_out, plan_outputs
 
 if TYPE_CHECKING:
     from graphcap_backend.annotate.config import AnnotationConfig
     from graphcap_backend.capture.arena import Arena
     from graphcap_backend.capture.record import CapturedGraph
-
-_use_count = torch._C._storage_Use_Count
 
 
 class Instance:
@@ -64,12 +61,12 @@ class Instance:
         self.ranges = arena.ranges()
         self._watched: list[OwnedOutput] = [] if copies else list(self.owned)
         self.refresh_probes()
+        if copies:
+            self.lend()
         arena.add(self)
         # A host graph holds what it reads; that is no use of an output by a caller.
         self._holds = [(out, out.use_count() - before) for out, before in zip(read, held_before, strict=True)]
         arena.adjust_baselines(self._holds)
-        if copies:
-            self.lend()
 
     def _capture(
         self,
@@ -99,17 +96,14 @@ class Instance:
             del staged
         self.captured: CapturedGraph = session.captured
         if self.captured.record is not None:
-            # Raw tracebacks hold the code that Dynamo made, and that code holds this graph, out of the collector's sight.
+            # Raw tracebacks hold code that Dynamo made, which holds this graph, out of the collector's sight.
             self.captured.record.resolve()
         del identities
         return outputs, storages
 
     def idle(self) -> bool:
         """Whether a replay would overwrite nothing that somebody still holds."""
-        for storage, baseline in self._probes:
-            if _use_count(storage) > baseline:
-                return False
-        return True
+        return not any_in_use(self._probes)
 
     def watch(self, outputs: Sequence[OwnedOutput]) -> None:
         """Take outputs of another graph into account: they lie in memory that this one writes to."""
@@ -129,7 +123,8 @@ class Instance:
         """Baselines of watched outputs have changed."""
         self._probes = [out.probe() for out in self._watched]
         if self.retired and self.owned:
-            self._probes = [(self.owned[0].storage, -1)]
+            storage, _, wrapper = self.owned[0].probe()
+            self._probes = [(storage, -1, wrapper)]
 
     def unwatch_released(self) -> None:
         """Drop watched outputs whose graph is gone and that nobody holds."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -43,18 +44,44 @@ class Same:
 
 Output = Buffer | InputAlias | Constant | Same
 
+Probe = tuple[int, int, torch.UntypedStorage]
+"""A storage in C++, its reference count when idle, and its Python object."""
+
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+def any_in_use(probes: Sequence[Probe]) -> bool:
+    """Whether somebody holds one of the storages. Runs at every replay."""
+    for storage, baseline, wrapper in probes:
+        if _use_count(storage) > baseline or getrefcount(wrapper) > _OWN_REFERENCES:
+            return True
+    return False
+
+
+def _own_references() -> int:
+    """What ``getrefcount`` finds in such a loop when only a probe, and torch itself, refer to the object."""
+    count, tensor = 0, torch.empty(1)
+    probes = ((0, 0, tensor.untyped_storage()),)
+    for _, _, wrapper in probes:
+        count = getrefcount(wrapper)
+    return count
+
+
+_OWN_REFERENCES = _own_references()
+
 
 class OwnedOutput:
     """One storage that a graph writes outputs into, and the tensors in it that are handed out.
 
     ``in_use`` compares the storage's reference count with what it was when nobody but the graph held
-    it, so views, tensors saved by autograd, ``.grad`` and holders in C++ all count.
+    it, so views, tensors saved by autograd, ``.grad`` and holders in C++ all count. The Python object of a
+    storage is one holder for C++ however many hold it in Python, so references to that are counted too.
 
     Owned memory is set aside in the pool; ``lend`` gives it back for graphs captured later to use as
     well. Those must then not be replayed while a caller holds the output, and the other way round.
     """
 
-    __slots__ = ("_baseline", "address", "lent", "num_bytes", "released", "storage", "tensors")
+    __slots__ = ("_probe", "address", "lent", "num_bytes", "released", "storage", "tensors")
 
     def __init__(self, tensors: list[Tensor]) -> None:
         storage = tensors[0].untyped_storage()
@@ -64,27 +91,27 @@ class OwnedOutput:
         self.num_bytes = storage.nbytes()
         self.released = False
         self.lent = False
-        self._baseline = 0
+        self._probe: Probe = (self.storage, 0, storage)
 
     def set_baseline(self) -> None:
         """Call once, when only the graph holds the storage."""
-        self._baseline = self.use_count()
+        self._probe = (self.storage, self.use_count(), self.tensors[0].untyped_storage())
 
     def raise_baseline(self, by: int) -> None:
         """A graph holds the storage ``by`` times more (or, negative, less) than before."""
-        self._baseline += by
+        storage, baseline, wrapper = self._probe
+        self._probe = (storage, baseline + by, wrapper)
 
     def use_count(self) -> int:
         """Holders of the storage now."""
-        count: int = torch._C._storage_Use_Count(self.storage)
-        return count
+        return _use_count(self.storage)
 
     def in_use(self) -> bool:
-        return self.use_count() > self._baseline
+        return any_in_use((self._probe,))
 
-    def probe(self) -> tuple[int, int]:
-        """(storage, count when idle), for the loop that has no time for a method call."""
-        return self.storage, self._baseline
+    def probe(self) -> Probe:
+        """What ``any_in_use`` takes: always the same tuple, since it alone may refer to the storage's object."""
+        return self._probe
 
     def lend(self) -> None:
         """Give the memory back to the pool and hand out from the same addresses all the same. Only when idle."""
@@ -99,12 +126,7 @@ def unowned_aliases(tensors: Sequence[Tensor]) -> list[Tensor]:
     storage = tensors[0].untyped_storage()
     construct: Any = torch._C._construct_storage_from_data_pointer
     unowned = construct(storage.data_ptr(), tensors[0].device, storage.nbytes())
-    return [
-        torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-            unowned, tensor.storage_offset(), tensor.size(), tensor.stride()
-        )
-        for tensor in tensors
-    ]
+    return [_over(unowned, tensor) for tensor in tensors]
 
 
 def plan_outputs(
@@ -138,6 +160,8 @@ def plan_outputs(
 
 
 def _input_alias(output: Tensor, index: int, staged: Tensor) -> InputAlias:
+    if output.is_conj() != staged.is_conj() or output.is_neg() != staged.is_neg():
+        raise CaptureError(f"output is input {index}, conjugated or negated; only plain views are handed out")
     if output is staged or (
         output.dtype == staged.dtype
         and output.size() == staged.size()
@@ -186,10 +210,16 @@ def copy_outputs(own: Sequence[Tensor]) -> list[Tensor]:
         if storage._cdata not in storages:
             raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             storages[storage._cdata] = raw.clone()
-        copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        copy.set_(storages[storage._cdata].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-        copies.append(copy)
+        copies.append(_over(storages[storage._cdata].untyped_storage(), tensor))
     return copies
+
+
+def _over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+    """A tensor over ``storage`` as ``like`` is over its own."""
+    tensor = torch.empty(0, dtype=like.dtype, device=like.device)
+    tensor.set_(storage, like.storage_offset(), like.size(), like.stride())
+    tensor = tensor.conj() if like.is_conj() else tensor
+    return torch._neg_view(tensor) if like.is_neg() else tensor
 
 
 def _dense(tensor: Tensor) -> bool:
