@@ -16,7 +16,7 @@ FILES = package_files()
 # A module imports its own layer and those below it, never one above: backend -> capture -> annotate -> leafs.
 LAYERS = [
     {"errors"},
-    {"options"},
+    {"options", "files"},
     {"inductor"},
     {"annotate"},
     {"capture"},
