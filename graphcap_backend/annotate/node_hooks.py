@@ -13,9 +13,10 @@ that ran uncaptured.
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
@@ -38,11 +39,9 @@ class AnomalyHooks:
     """Answers in place of ``format_stack`` while at least one recording is attached."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        from torch.fx import traceback
-
         self.num_users = 0
         self._make = make
-        self._module: Any = traceback
+        self._module = cast(Any, importlib.import_module("torch.fx.traceback"))
         self._format_stack = self._module.format_stack
         self._enabled = torch.is_anomaly_enabled()
         self._checks_nan = torch.is_anomaly_check_nan_enabled()

@@ -1,0 +1,342 @@
+"""Scopes and stacks of CUDA captures; each program has a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.fresh_process import needs_cuda, run_fresh
+
+
+@pytest.fixture(autouse=True)
+def _cuda() -> None:
+    needs_cuda()
+
+
+MLP = """
+def layer(x, w):
+    return torch.relu(x @ w)
+
+def forward(x, w1, w2):
+    with mark_kernels({"name": "first", "cost": {"flops": 1}}):
+        x = layer(x, w1)
+        with mark_kernels({"cost": {"bytes": 2}}):
+            x = x.sigmoid()
+    with mark_kernels("second"):
+        x = layer(x, w2)
+    return x
+
+x = torch.randn(32, 64, device="cuda")
+w1 = torch.randn(64, 64, device="cuda", requires_grad=True)
+w2 = torch.randn(64, 64, device="cuda", requires_grad=True)
+
+def train():
+    w1.grad = w2.grad = None
+    forward(x, w1, w2)[:, 0].sum().backward()
+
+side = torch.cuda.Stream()
+side.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(side):
+    for _ in range(3):
+        train()
+torch.cuda.current_stream().wait_stream(side)
+"""
+
+
+def test_scopes_and_stacks_of_forward_and_backward(tmp_path: Path) -> None:
+    run_fresh(
+        MLP
+        + """
+g = capture(train, STACKS)
+nodes = [node for node in capture_nodes(g) if node.kind in WORK]
+phases = [(node.annotation or {}).get("autograd_phase") for node in nodes]
+first_backward = phases.index("backward")
+for node in nodes[:first_backward]:
+    assert "train" in functions(node), node
+    assert (node.annotation is not None) == ("forward" in functions(node)), node
+names = {(node.annotation or {}).get("name") for node in nodes[first_backward:]}
+assert {"first", "second"} <= names, names
+for node in nodes[first_backward:]:
+    if (node.annotation or {}).get("autograd_phase") == "backward":
+        # Launched on autograd's worker thread, with a line of the forward all the same.
+        assert "forward" in functions(node), node
+        assert node.annotation["name"] in ("first", "second")
+    assert node.sources or node.annotation is None, node
+inner = [n for n in nodes if (n.annotation or {}).get("cost") == {"flops": 1, "bytes": 2}]
+assert {(n.annotation or {}).get("autograd_phase") for n in inner} == {None, "backward"}
+# What a view's backward launches has the view's line.
+assert [n for n in nodes[first_backward - 4:] if functions(n)[:1] == ["train"] and n.annotation is None]
+g.replay()
+torch.cuda.synchronize()
+""",
+        tmp_path,
+    )
+
+
+def test_both_ways_of_finding_nodes_agree(tmp_path: Path) -> None:
+    run_fresh(
+        MLP
+        + """
+found = []
+for backend in ("cupti", "edge_walk", "auto"):
+    g = capture(train, {"backend": backend})
+    found.append([(node.kind, node.name, node.annotation) for node in capture_nodes(g)])
+assert found[0] == found[1] == found[2], list(zip(*found))
+assert any((annotation or {}).get("autograd_phase") for _, _, annotation in found[0])
+""",
+        tmp_path,
+    )
+
+
+def test_higher_orders_and_checkpoints_inherit(tmp_path: Path) -> None:
+    run_fresh(
+        """
+from torch.utils.checkpoint import checkpoint
+x = torch.randn(8, device="cuda", requires_grad=True)
+
+def twice():
+    with mark_kernels("a"):
+        y = x.sigmoid().sum()
+    (grad,) = torch.autograd.grad(y, x, create_graph=True)
+    torch.autograd.grad(grad.sum(), x)
+
+def recomputed():
+    with mark_kernels("b"):
+        y = checkpoint(lambda x: x.sigmoid().tanh(), x, use_reentrant=False)
+    torch.autograd.grad(y.sum(), x)
+
+for work, name in ((twice, "a"), (recomputed, "b")):
+    for _ in range(2):
+        work()
+    for backend in ("cupti", "edge_walk"):
+        g = capture(work, {"backend": backend})
+        named = [node for node in capture_nodes(g) if any(
+            part in node.name for part in ("sigmoid", "tanh")
+        )]
+        assert len(named) >= 3, capture_nodes(g)
+        for node in named:
+            assert node.annotation is not None and node.annotation["name"] == name, (backend, node)
+""",
+        tmp_path,
+    )
+
+
+def test_keys_join_activity_records_after_every_instantiate(tmp_path: Path) -> None:
+    run_fresh(
+        MLP
+        + """
+g = capture(train, STACKS)
+nodes = capture_nodes(g)
+work = {node.index for node in nodes if node.kind in WORK}
+from cupti import cupti
+found = []
+cupti.activity_register_callbacks(
+    lambda: (8 << 20, 0), lambda records: found.extend(record.graph_node_id for record in records)
+)
+kinds = [getattr(cupti.ActivityKind, kind) for kind in ("CONCURRENT_KERNEL", "MEMCPY", "MEMSET")]
+for kind in kinds:
+    cupti.activity_enable(kind)
+seen = set()
+for _ in range(2):
+    g.instantiate()
+    found.clear()
+    g.replay()
+    torch.cuda.synchronize()
+    cupti.activity_flush_all(1)
+    stacks, annotations = get_kernel_py_stacks(), get_kernel_annotations()
+    assert {key & 0xFFFFFFFF for key in found} == work
+    for key in found:
+        node = nodes[key & 0xFFFFFFFF]
+        assert stacks.get(key) == node.stack
+        assert annotations.get(key) == (None if node.annotation is None else [node.annotation])
+    seen.add(found[0] >> 32)
+    assert {key >> 32 for key in stacks} == {found[0] >> 32}
+assert len(seen) == 2
+""",
+        tmp_path,
+    )
+
+
+def test_bodies_of_child_graphs_join_too(tmp_path: Path) -> None:
+    run_fresh(
+        """
+from cuda.bindings import runtime
+x = torch.zeros(8, device="cuda")
+
+def ok(answer):
+    assert answer[0] == runtime.cudaError_t.cudaSuccess, answer
+    return answer[1:]
+
+def raw(work):
+    g = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(g):
+        work()
+    return g
+
+def adds(count):
+    return raw(lambda: [x.add_(1) for _ in range(count)])
+
+def child(body):
+    stream = torch.cuda.current_stream().cuda_stream
+    info = ok(runtime.cudaStreamGetCaptureInfo(stream))
+    graph_, dependencies = info[2], info[3][: info[-1]]
+    (node,) = ok(runtime.cudaGraphAddChildGraphNode(graph_, dependencies, len(dependencies), body.raw_cuda_graph()))
+    ok(runtime.cudaStreamUpdateCaptureDependencies(
+        stream, [node], None, 1, runtime.cudaStreamUpdateCaptureDependenciesFlags.cudaStreamSetCaptureDependencies
+    ))
+
+inner, three = adds(2), adds(3)
+nested = raw(lambda: (x.sub_(1), child(inner)))
+
+def work():
+    x.mul_(2)
+    with mark_kernels("nested"):
+        child(nested)
+    with mark_kernels("three"):
+        child(three)
+    x.div_(2)
+
+g = capture(work)
+from cupti import cupti
+found = []
+cupti.activity_register_callbacks(
+    lambda: (8 << 20, 0), lambda records: found.extend((record.start, record.graph_node_id) for record in records)
+)
+cupti.activity_enable(cupti.ActivityKind.CONCURRENT_KERNEL)
+g.replay()
+torch.cuda.synchronize()
+cupti.activity_flush_all(1)
+annotations = get_kernel_annotations()
+names = [(annotations.get(key) or [{}])[0].get("name") for _, key in sorted(found)]
+assert names == [None] + ["nested"] * 3 + ["three"] * 3 + [None], (names, sorted(found), dict(annotations))
+assert set(annotations) <= {key for _, key in found}
+""",
+        tmp_path,
+    )
+
+
+def test_a_scope_opened_on_a_stream_that_is_not_capturing_yet(tmp_path: Path) -> None:
+    run_fresh(
+        """
+x = torch.zeros(8, device="cuda")
+side = torch.cuda.Stream()
+
+def work():
+    main = torch.cuda.current_stream()
+    event = torch.cuda.Event()
+    event.record(main)
+    with torch.cuda.stream(side), mark_kernels("side"):
+        side.wait_event(event)
+        x.add_(1)
+    main.wait_stream(side)
+    annotation = {"name": "lane"}
+    with mark_stream(side, annotation):
+        side.wait_stream(main)
+        x.mul_(2)
+    main.wait_stream(side)
+    assert annotation == {"name": "lane"}
+
+for backend in ("cupti", "edge_walk"):
+    kernels = [node for node in capture_nodes(capture(work, {"backend": backend})) if node.kind == "kernel"]
+    assert kernels[0].annotation == {"name": "side"}
+    assert kernels[1].annotation["name"] == "lane" and isinstance(kernels[1].annotation["stream"], int)
+""",
+        tmp_path,
+    )
+
+
+def test_two_threads_capture_at_once(tmp_path: Path) -> None:
+    run_fresh(
+        """
+together = threading.Barrier(2, timeout=60)
+found = {}
+
+def run(name):
+    x = torch.zeros(8, device="cuda")
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    together.wait()
+    g = torch.cuda.CUDAGraph(keep_graph=True)
+    with graph(g, stream=stream, capture_error_mode="thread_local", enable_annotations=True,
+               annotation_config=STACKS):
+        together.wait()
+        for _ in range(100):
+            with mark_kernels(name):
+                x.add_(1)
+    found[name] = capture_nodes(g)
+
+threads = [threading.Thread(target=run, args=(name,)) for name in ("a", "b")]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert PROCESS.callbacks is None
+for name in ("a", "b"):
+    assert [node.annotation for node in found[name]] == [{"name": name}] * 100, found
+""",
+        tmp_path,
+    )
+
+
+def test_a_failed_capture_gives_cupti_back_twice_in_a_row(tmp_path: Path) -> None:
+    run_fresh(
+        """
+x = torch.zeros(8, device="cuda")
+
+def fails():
+    with mark_kernels("a"):
+        x.add_(1)
+        raise ZeroDivisionError
+
+for _ in range(2):
+    try:
+        capture(fails, STACKS)
+    except ZeroDivisionError:
+        pass
+    assert PROCESS.callbacks is None and PROCESS.num_recording == 0 and not PROCESS.by_graph
+    assert not get_kernel_annotations() and not get_kernel_py_stacks()
+g = capture(lambda: x.add_(1), STACKS)
+assert len(get_kernel_py_stacks()) == 1
+del g
+assert not get_kernel_py_stacks()
+assert profiled(lambda: x.add_(1)) == 1
+""",
+        tmp_path,
+    )
+
+
+def test_nothing_is_recorded_once_a_capture_is_over(tmp_path: Path) -> None:
+    run_fresh(
+        """
+x = torch.zeros(8, device="cuda")
+g = capture(lambda: x.add_(1), STACKS)
+other = torch.cuda.CUDAGraph(keep_graph=True)
+with torch.cuda.graph(other), mark_kernels("late"):
+    x.mul_(2)
+g.instantiate()
+assert len(get_kernel_py_stacks()) == 1 and not get_kernel_annotations()
+g.reset()
+assert not get_kernel_py_stacks()
+""",
+        tmp_path,
+    )
+
+
+def test_source_keys_need_a_newer_cupti_and_driver_and_auto_never_raises(tmp_path: Path) -> None:
+    run_fresh(
+        """
+from graphcap_backend.annotate.recording import source_ids_available
+x = torch.zeros(8, device="cuda")
+if source_ids_available():
+    g = capture(lambda: x.add_(1), {"key_by": "source", **STACKS})
+else:
+    try:
+        capture(lambda: x.add_(1), {"key_by": "source"})
+    except CuptiMissingError as error:
+        assert "13.4" in str(error) and "exec" in str(error)
+    else:
+        raise AssertionError("expected CuptiMissingError")
+assert PROCESS.callbacks is None
+g = capture(lambda: x.add_(1), {"key_by": "auto", **STACKS})
+assert len(get_kernel_py_stacks()) >= 1
+""",
+        tmp_path,
+    )
