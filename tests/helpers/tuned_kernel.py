@@ -1,0 +1,15 @@
+"""A Triton kernel with two configurations to choose from. Needs Triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@triton.autotune(configs=[triton.Config({"BLOCK": 128}), triton.Config({"BLOCK": 256})], key=["n"])
+@triton.jit
+def add_one(x: Any, y: Any, n: Any, BLOCK: tl.constexpr) -> None:  # noqa: N803  Triton's habit
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
