@@ -1,8 +1,8 @@
 """The ``torch.compile`` backend: regions that Dynamo hands over, compiled by Inductor and captured.
 
 A region holds its compiled subgraphs (forward, backward, partitions). Each is captured at Inductor's
-cudagraph seam; an inference region of one subgraph is captured as a whole instead, so that replays also
-skip AOTAutograd's run-time wrappers, once its first call has shown that those wrappers do nothing.
+cudagraph seam. Calls of an inference region of one subgraph go to that directly, past AOTAutograd's run-time
+wrappers, once the first call has shown that those only pass its inputs and outputs on.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from graphcap_backend import inductor
 from graphcap_backend.annotate.config import AnnotationConfig
 from graphcap_backend.annotate.origins import register_wrapper
-from graphcap_backend.capture.replay import Callee, Replayed, ReplayLimits
+from graphcap_backend.capture.replay import Callee, Replayed, ReplayLimits, Witness
 from graphcap_backend.capture.skip import SkipKind, SkipReason
 from graphcap_backend.errors import NotWarmedUpError, SkippedError
 from graphcap_backend.options import GraphcapOptions, split_options
@@ -44,7 +44,6 @@ class Part:
     replayed: Replayed | None
     skipped: SkipReason | None
     covers_whole_graph: bool = False
-    constants: tuple[Tensor, ...] = ()
 
 
 class Region:
@@ -61,8 +60,6 @@ class Region:
         self.host_capture = options.host_capture
         self.number = next(self._numbers)
         self.parts: list[Part] = []
-        self.whole: Replayed | None = None
-        """The region captured as a whole, once that is proven equal."""
         self._owner = weakref.ref(owner) if owner is not None else None
         self._origins: list[WrapperOrigins] = []
         self._said: set[tuple[SkipKind, str]] = set()
@@ -98,7 +95,6 @@ class Region:
                 replayed=replayed,
                 skipped=None,
                 covers_whole_graph=subgraph.covers_whole_graph,
-                constants=subgraph.constants,
             )
         )
         return replayed
@@ -152,27 +148,14 @@ class Region:
             for region in list(self.all_live)
         )
 
-    def capture_as_whole(self, compiled: Callable[..., Any], static: Sequence[int]) -> Replayed:
-        """Capture the region's callable from outside AOTAutograd; its only part is run through from now on."""
+    def only_part(self) -> Replayed | None:
+        """The region's single captured subgraph, if it does all of an inference and writes to no input."""
+        if len(self.parts) != 1:
+            return None
         (part,) = self.parts
-        assert part.replayed is not None
-        part.replayed.transparent = True
-
-        def run(inputs: list[Any]) -> Sequence[Any]:
-            outputs: Sequence[Any] = compiled(*inputs)
-            return outputs
-
-        self.whole = self._replayed(
-            Callee(
-                run=run,
-                name=part.name,
-                device=part.replayed.callee.device,
-                static=tuple(static),
-                constants=part.constants,
-                where=part.replayed.callee.where,
-            )
-        )
-        return self.whole
+        if part.kind != "inference" or not part.covers_whole_graph or part.replayed is None:
+            return None
+        return None if part.replayed.refused or part.replayed.callee.mutated else part.replayed
 
     def _replayed(self, callee: Callee) -> Replayed:
         options = self.options
@@ -234,67 +217,61 @@ def graphcap(
 
 def _settling(region: Region, compiled: Callable[..., Any]) -> Callable[..., Any]:
     """The callable that Dynamo gets: the first call decides what serves the later ones."""
-    serve: Callable[[list[Any]], Sequence[Any]] | None = None
+    serve: Callable[[tuple[Any, ...]], Any] | None = None
     settled = False
 
     def call(*args: Any) -> Any:
         nonlocal serve, settled
         if serve is not None:
-            return serve(list(args))
-        if settled or not _may_be_whole(region):
+            return serve(args)
+        if settled:
             return compiled(*args)
-        outputs, proven = _run_and_compare(compiled, args)
+        only = region.only_part()
+        if only is None:
+            return compiled(*args)
         settled = True
-        if proven and _may_be_whole(region):
-            static = [i for i, value in enumerate(args) if _is_static(value)]
-            whole = region.capture_as_whole(compiled, static)
-            whole.warm_up_done(args)
-            serve = whole
+        witness = only.witness = Witness()
+        outputs = compiled(*args)
+        serve = _direct_way(only, args, outputs, witness)
         return outputs
 
     return call
 
 
-def _may_be_whole(region: Region) -> bool:
-    if len(region.parts) != 1:
-        return False
-    part = region.parts[0]
-    return (
-        part.kind == "inference"
-        and part.covers_whole_graph
-        and part.replayed is not None
-        and part.replayed.refused is None
-    )
+def _direct_way(
+    part: Replayed, args: Sequence[Any], outputs: Sequence[Any], witness: Witness
+) -> Callable[[tuple[Any, ...]], Any] | None:
+    """A way to ``part`` past what lies between, if that passed on the very objects of the call; or None.
 
-
-def _run_and_compare(compiled: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, bool]:
-    """Run the first call; tell whether AOTAutograd's wrappers had nothing to do in it.
-
-    What they do is fixed when the graph is compiled: write to inputs, make outputs that are inputs or
-    views of them, wrap subclasses. None of these in one call means none in any.
+    What AOTAutograd's wrappers and the generated module's runner do is fixed when the graph is compiled:
+    reorder or drop inputs and outputs, write to inputs, wrap subclasses, make outputs that are inputs or views
+    of them. All but the first shows in an object that is not passed on as it is; none in one call means none
+    in any.
     """
-    tensors = [value for value in args if isinstance(value, Tensor)]
-    plain = all(type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_inference() for tensor in tensors)
-    if not plain:
-        return compiled(*args), False
-    versions = [tensor._version for tensor in tensors]
-    storages = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
-    outputs = compiled(*args)
-    written = [tensor._version for tensor in tensors] != versions
-    made = [value for value in outputs if isinstance(value, Tensor)]
-    fresh = all(
-        type(tensor) is Tensor
-        and not tensor.requires_grad
-        and tensor.layout is torch.strided
-        and tensor.untyped_storage()._cdata not in storages
-        for tensor in made
-    )
-    return outputs, fresh and not written
+    given = _positions(witness.inputs, args)
+    handed = _positions(outputs, witness.outputs)
+    if given is None or handed is None:
+        return None
+    if given == list(range(len(args))) and handed == list(range(len(witness.outputs))):
+        return lambda args: part(list(args))
+    pick, hand = _picker(given), _picker(handed)
+    return lambda args: hand(part(pick(args)))
 
 
-def _is_static(value: Any) -> bool:
-    # Dynamo's mark for buffers of modules and for torch._dynamo.mark_static_address.
-    return isinstance(value, torch.nn.Parameter) or hasattr(value, "_dynamo_static_input_type")
+def _positions(wanted: Sequence[Any], among: Sequence[Any]) -> list[int] | None:
+    """Where each of ``wanted`` is among the others; None if one is not there or is there twice."""
+    where: dict[int, list[int]] = {}
+    for position, value in enumerate(among):
+        where.setdefault(id(value), []).append(position)
+    found = [where.get(id(value), []) for value in wanted]
+    return [positions[0] for positions in found] if all(len(positions) == 1 for positions in found) else None
+
+
+def _picker(positions: list[int]) -> Callable[[Sequence[Any]], list[Any]]:
+    if len(positions) < 2:
+        return lambda values: [values[i] for i in positions]
+    pick = itemgetter(*positions)
+    return lambda values: list(pick(values))
 
 
 def _torch_compile_wrapper() -> object | None:

@@ -80,7 +80,7 @@ def report(compiled: Callable[..., Any]) -> Report:
 
 
 def _report_part(region: Region, part: Part) -> PartReport:
-    replayed = region.whole or part.replayed
+    replayed = part.replayed
     if replayed is None:
         assert part.skipped is not None
         return _row(part, "skipped", (part.skipped,), part.skipped.where)

@@ -1,4 +1,4 @@
-"""One device's memory pool, shared by all graphs that the backend captures there.
+"""One device's memory pools, shared by all graphs that the backend captures there.
 
 Graphs of one pool reuse each other's memory: an output of a later graph may lie where an earlier
 graph keeps its intermediates. So a graph may be replayed only while no output is in use that lies in
@@ -26,7 +26,7 @@ _LEND_FROM_BYTES = 1 << 20
 
 
 class Arena:
-    """The pool of one device, the lock round it, and the instances captured into it.
+    """The pools of one device, the lock round it, and the instances captured into it.
 
     Lives as long as a captured callable refers to it; ``Arena.of`` only remembers it weakly.
     """
@@ -39,7 +39,7 @@ class Arena:
         # Re-entrant: an uncaptured run below a captured one may come back here on the same thread.
         self.lock = threading.RLock()
         self.last_stream: int | None = None
-        self._pool: Any = None
+        self._pools: list[Any] = []
         self._instances: weakref.WeakSet[Instance] = weakref.WeakSet()
 
     @classmethod
@@ -51,11 +51,17 @@ class Arena:
                 arena = cls._of_device[device] = cls(device_for(device))
             return arena
 
-    def pool(self) -> Any:
-        """Pool token to capture into. A new one when no graph holds the old one any more."""
-        if self._pool is None or not self._instances:
-            self._pool = self.device.new_pool()
-        return self._pool
+    def pool(self, turn: int) -> Any:
+        """Pool token to capture the ``turn``-th instance of a graph into; new ones when no graph holds any.
+
+        Instances that take turns must not touch each other's outputs, and graphs of one pool do: the next
+        one finds its place where the last one had its intermediates. So each turn has a pool of its own.
+        """
+        if not self._instances:
+            self._pools.clear()
+        while len(self._pools) <= turn:
+            self._pools.append(self.device.new_pool())
+        return self._pools[turn]
 
     def join_stream(self) -> None:
         """Order the current stream behind the one that last replayed a graph of this arena."""
@@ -64,10 +70,6 @@ class Arena:
             if self.last_stream is not None:
                 self.device.wait_for_stream(self.last_stream)
             self.last_stream = stream
-
-    def ranges(self) -> list[Range]:
-        """Memory that a graph captured now into the pool may have been given."""
-        return self.device.owned_ranges(self._pool) if self._pool is not None else []
 
     def make_room(self) -> bool:
         """Before a capture: lend large outputs that nobody uses, so that it can have their memory.
@@ -91,8 +93,8 @@ class Arena:
         """A new instance: no graph must be replayed while an output is in use that lies in its memory."""
         for earlier in self._instances:
             earlier.unwatch_released()
-            earlier.watch([out for out in instance.owned if _inside(out.address, earlier.ranges)])
-            instance.watch([out for out in earlier.owned if out.lent and _inside(out.address, instance.ranges)])
+            earlier.watch([out for out in instance.owned if _overlaps(out, earlier.ranges)])
+            instance.watch([out for out in earlier.owned if out.lent and _overlaps(out, instance.ranges)])
         self._instances.add(instance)
 
     def owns(self, tensor: Tensor) -> bool:
@@ -124,5 +126,6 @@ class Arena:
             other.unwatch_released()
 
 
-def _inside(address: int, ranges: list[Range]) -> bool:
-    return any(first <= address < last for first, last in ranges)
+def _overlaps(out: OwnedOutput, ranges: list[Range]) -> bool:
+    end = out.address + out.num_bytes
+    return any(out.address < last and first < end for first, last in ranges)

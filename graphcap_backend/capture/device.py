@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,7 +39,7 @@ class Device(Protocol):
     def new_pool(self) -> Any: ...
     def session(self, graph: Any, pool: Any, annotations: AnnotationConfig | None) -> CaptureSession: ...
     def wait_for_stream(self, stream: int) -> None: ...
-    def owned_ranges(self, pool: Any) -> list[Range]: ...
+    def touched_memory(self, pool: Any) -> contextlib.AbstractContextManager[list[Range]]: ...
     def misaligned(self, inputs: Sequence[Any]) -> list[int]: ...
 
 
@@ -76,14 +77,30 @@ class CudaDevice:
         earlier = torch.cuda.ExternalStream(stream, device=self.torch_device)  # type: ignore[no-untyped-call]
         torch.cuda.current_stream(self.torch_device).wait_stream(earlier)
 
-    def owned_ranges(self, pool: Any) -> list[Range]:
-        """Segments of ``pool``: what a graph captured into it may write to."""
-        segments = torch.cuda.memory_snapshot(tuple(pool), include_traces=False)  # type: ignore[no-untyped-call]
-        return [
-            (segment["address"], segment["address"] + segment["total_size"])
-            for segment in segments
-            if segment["device"] == self._index
-        ]
+    @contextlib.contextmanager
+    def touched_memory(self, pool: Any) -> Iterator[list[Range]]:
+        """Gives a list that holds, on leaving, what was allocated from ``pool`` inside the block.
+
+        The allocator's own history tells. Where the user records it, theirs is left alone, and the answer is
+        all that the pool has: more than was touched, never less.
+        """
+        touched: list[Range] = []
+        if torch._C._cuda_isHistoryEnabled():
+            yield touched
+            touched.extend(_segments(torch.cuda.memory._snapshot(), pool))
+            return
+        torch.cuda.memory._record_memory_history("all", context=None, stacks="python", clear_history=True)
+        try:
+            yield touched
+            snapshot = torch.cuda.memory._snapshot()
+        finally:
+            torch.cuda.memory._record_memory_history(None)
+        segments = _segments(snapshot, pool)
+        touched.extend(
+            (event["addr"], event["addr"] + event["size"])
+            for event in snapshot["device_traces"][self._index]
+            if event["action"] == "alloc" and any(first <= event["addr"] < last for first, last in segments)
+        )
 
     def misaligned(self, inputs: Sequence[Any]) -> list[int]:
         """Inputs that Inductor's kernels must not get: they assume 16-byte alignment."""
@@ -128,12 +145,21 @@ class HostDevice:
     def wait_for_stream(self, stream: int) -> None:
         """The host has one stream."""
 
-    def owned_ranges(self, pool: Any) -> list[Range]:
+    def touched_memory(self, pool: Any) -> contextlib.AbstractContextManager[list[Range]]:
         """Host graphs share no memory."""
-        return []
+        return contextlib.nullcontext([])
 
     def misaligned(self, inputs: Sequence[Any]) -> list[int]:
         return []
+
+
+def _segments(snapshot: Any, pool: Any) -> list[Range]:
+    wanted = tuple(pool)
+    return [
+        (segment["address"], segment["address"] + segment["total_size"])
+        for segment in snapshot["segments"]
+        if tuple(segment["segment_pool_id"]) == wanted
+    ]
 
 
 def device_for(device: torch.device) -> Device:

@@ -33,6 +33,7 @@ class Instance:
         arena: Arena,
         donated: frozenset[int] = frozenset(),
         constants: Sequence[Tensor] = (),
+        turn: int = 0,
         copies: bool = False,
         keeps: bool = False,
         annotations: AnnotationConfig | None = None,
@@ -48,7 +49,8 @@ class Instance:
         self.graph = arena.device.new_graph()
         read = arena.owned_by_graphs([inputs[i] for i in roles.static])
         held_before = [out.use_count() for out in read]
-        outputs, storages = self._capture(run, inputs, roles, donated, annotations)
+        with arena.device.touched_memory(arena.pool(turn)) as self.ranges:
+            outputs, storages = self._capture(run, inputs, roles, donated, arena.pool(turn), annotations)
         self.graph.instantiate()
         self._launch = self._arena.device.launcher(self.graph)
         self._plan, own = plan_outputs(outputs, storages, self._staging.stand_in(inputs))
@@ -58,7 +60,6 @@ class Instance:
         self._only_buffers = [out.slot for out in self._plan if isinstance(out, Buffer)] == list(range(len(self._plan)))
         for out in self.owned:
             out.set_baseline()
-        self.ranges = arena.ranges()
         self._watched: list[OwnedOutput] = [] if copies else list(self.owned)
         self.refresh_probes()
         if copies:
@@ -74,11 +75,12 @@ class Instance:
         inputs: Sequence[Any],
         roles: InputRoles,
         donated: frozenset[int],
+        pool: Any,
         annotations: AnnotationConfig | None,
     ) -> tuple[list[Any], dict[int, int]]:
         """Outputs of the captured run, and which storages are those of inputs."""
         device = self._arena.device
-        session = device.session(self.graph, self._arena.pool(), annotations)
+        session = device.session(self.graph, pool, annotations)
         if not device.shares_memory:
             self._staging = Staging(inputs, roles)
             self._staging.load(inputs)

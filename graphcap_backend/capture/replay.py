@@ -39,7 +39,7 @@ _WARM_KEYS_PER_GRAPH = 4
 
 
 def _same_addresses_in_python(tensors: list[Any], addresses: list[int], indices: list[int]) -> bool:
-    return all(tensors[i].data_ptr() == address for i, address in zip(indices, addresses, strict=True))
+    return all(tensors[i].data_ptr() == addresses[i] for i in indices)
 
 
 # CPU builds of torch lack the C++ call.
@@ -73,12 +73,21 @@ class ReplayLimits:
     capture_sizes: tuple[int, ...] | None = None
 
 
+@dataclass(slots=True)
+class Witness:
+    """The very objects that one call got and gave."""
+
+    inputs: tuple[Any, ...] = ()
+    outputs: tuple[Any, ...] = ()
+
+
 @dataclass(slots=True, eq=False)
 class Family:
     """All instances captured for one key."""
 
     key: tuple[Any, ...]
     static_addresses: list[int]
+    """By position among the inputs; 0 for those that are not static."""
     aliasing: list[Instance] = field(default_factory=list)
     copying: Instance | None = None
     refused: SkipReason | None = None
@@ -107,8 +116,8 @@ class Replayed:
         on_skip: Callable[[SkipReason], None],
     ) -> None:
         self.callee = callee
-        self.transparent = False
-        """True while a captured region round this callable takes care of it: calls run it directly."""
+        self.witness: Witness | None = None
+        """Takes down what the next call got and gave, once."""
         self.fallbacks: Counter[SkipKind] = Counter()
         self.num_replays_released = 0
         self.num_captures = 0
@@ -142,7 +151,7 @@ class Replayed:
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Serve one call. ``inputs`` is cleared, as Inductor's callables do."""
-        if self.transparent or self._is_capturing():
+        if self._is_capturing():
             return self._run_inside(inputs)
         grad = torch.is_grad_enabled()
         with self._lock:
@@ -169,20 +178,23 @@ class Replayed:
             return self._other_way(inputs)
 
     def _run_inside(self, inputs: list[Any]) -> Sequence[Any]:
-        if not self.transparent:
-            if not self._warm and self.callee.device.type == "cuda":
-                raise NotWarmedUpError(
-                    f"{self.callee.name} is called for the first time inside a capture, where its kernels cannot be "
-                    "loaded or tuned. Call the compiled function once with such inputs before the capture."
-                )
-            self.fallbacks[SkipKind.ALREADY_CAPTURING] += 1
-        return self.callee.run(inputs)
+        if not self._warm and self.callee.device.type == "cuda":
+            raise NotWarmedUpError(
+                f"{self.callee.name} is called for the first time inside a capture, where its kernels cannot be "
+                "loaded or tuned. Call the compiled function once with such inputs before the capture."
+            )
+        self.fallbacks[SkipKind.ALREADY_CAPTURING] += 1
+        return self._run(inputs)
 
-    def warm_up_done(self, inputs: Sequence[Any]) -> None:
-        """The caller has run this callable once on ``inputs``: the next such call is captured."""
-        with self._lock:
-            if self.refused is None and (self._roles is not None or self._meet(inputs)):
-                self._warm[self._key(inputs)] = None
+    def _run(self, inputs: list[Any]) -> Sequence[Any]:
+        """Run the callable as AOTAutograd's wrappers do, from wherever this one is called."""
+        witness, self.witness = self.witness, None
+        given = tuple(inputs) if witness is not None else ()
+        with torch.no_grad(), torch._C._DisableAutocast():
+            outputs = self.callee.run(inputs)
+        if witness is not None:
+            witness.inputs, witness.outputs = given, tuple(outputs)
+        return outputs
 
     def _key(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         roles = self._roles
@@ -190,6 +202,10 @@ class Replayed:
         values = tuple(inputs[i] for i in roles.values)
         shapes = tuple((inputs[i].size(), inputs[i].stride()) for i in roles.copied) if roles.dynamic else ()
         return (values, shapes, tuple(inputs[i].data_ptr() for i in roles.static))
+
+    def _at_their_inputs(self, addresses: Sequence[int]) -> list[int]:
+        of = dict(zip(self._static, addresses, strict=True))
+        return [of.get(i, 0) for i in range(max(of, default=-1) + 1)]
 
     def _other_way(self, inputs: list[Any]) -> Sequence[Any]:
         """Serve a call that the most recent key's idle instances could not."""
@@ -206,7 +222,7 @@ class Replayed:
             reason = self._not_yet(key)
             if reason is not None:
                 return self._uncaptured(inputs, reason)
-            family = Family(key, list(key[2]))
+            family = Family(key, self._at_their_inputs(key[2]))
             family.refused = refuse_layout(inputs, self._roles_met())
             self._keep(family)
             if family.refused is not None:
@@ -342,12 +358,13 @@ class Replayed:
             # Buffers made here must be usable outside inference mode, whatever mode this call is in.
             with torch.inference_mode(False), torch.no_grad():
                 instance = Instance(
-                    self.callee.run,
+                    self._run,
                     inputs,
                     self._roles_met(),
                     arena=self._arena,
                     donated=self.callee.donated,
                     constants=self.callee.constants,
+                    turn=0 if copies else len(family.aliasing),
                     copies=copies,
                     keeps=family.keeps,
                     annotations=self._annotations,
@@ -370,12 +387,12 @@ class Replayed:
         self.fallbacks[kind] += 1
         misaligned = self._arena.device.misaligned(inputs)
         if not misaligned:
-            return self.callee.run(inputs)
+            return self._run(inputs)
         originals = [(inputs[i], i) for i in misaligned]
         for tensor, i in originals:
             inputs[i] = _aligned_copy(tensor)
         copies = [(tensor, inputs[i]) for tensor, i in originals if i in self.callee.mutated]
-        outputs = self.callee.run(inputs)
+        outputs = self._run(inputs)
         with torch.no_grad():
             for tensor, copy in copies:
                 tensor.copy_(copy)
