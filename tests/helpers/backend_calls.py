@@ -17,7 +17,6 @@ from torch import Tensor
 
 from graphcap_backend import report
 from graphcap_backend.backend import graphcap
-from graphcap_backend.report import PartReport
 
 CALLS = 6
 """Calls of one comparison: uncaptured, capturing, replays in turns."""
@@ -75,7 +74,7 @@ def kept(value: Any) -> Any:
     return value
 
 
-def parts(function: Any) -> tuple[PartReport, ...]:
+def parts(function: Any) -> Sequence[Any]:
     return report(function).parts
 
 
@@ -91,6 +90,16 @@ def assert_captured(function: Any, *, graphs: int | None = None, replays: int | 
         assert [len(part.graphs) for part in found.parts] == [graphs] * len(found.parts), str(found)
     if replays is not None:
         assert [part.num_replays for part in found.parts] == [replays] * len(found.parts), str(found)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor | None]:
+    """Copies of the gradients of the parameters."""
+    return {name: kept(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+def state(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Copies of parameters and buffers."""
+    return {name: kept(value) for name, value in model.state_dict().items()}
 
 
 def compare(function: Callable[..., Any], device: str, calls: Sequence[Sequence[Any]], **options: Any) -> Any:
