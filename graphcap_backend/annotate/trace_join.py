@@ -13,6 +13,7 @@ What is left is uncertain and stays without a node.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -203,7 +204,9 @@ class _Shape:
 
     def match(self, replay: Sequence[GpuEvent]) -> dict[int, Path] | None:
         """Event number to node for a replay with the same names; None if it can't be of this graph."""
-        shaped = all(each.shape is not None for each in (*self._work.values(), *replay))
+        shaped = all(work.shape is not None for work in self._work.values()) and all(
+            event.shape is not None for event in replay
+        )
         nodes: dict[Hashable, list[_Work]] = defaultdict(list)
         for work in self._work.values():
             nodes[work.category, work.name, work.shape if shaped else None].append(work)
@@ -238,7 +241,7 @@ class _Order:
 
     def is_chain(self, paths: Sequence[Path]) -> bool:
         """Whether each of ``paths`` (ascending) waits for the one before it."""
-        return all(self._is_before(a, b) for a, b in zip(paths, paths[1:], strict=False))
+        return all(self._is_before(a, b) for a, b in itertools.pairwise(paths))
 
     def _is_before(self, first: Path, second: Path) -> bool:
         depth = 0

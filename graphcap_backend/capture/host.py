@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, ClassVar
@@ -43,6 +44,8 @@ class HostGraph:
     def __init__(self, keep_graph: bool = False) -> None:
         self.launch_listener: Callable[[int, int], None] | None = None
         """Called with (0, node index) at each launch recorded; set it before a capture."""
+        self.launch_timer: Callable[[int, int], None] | None = None
+        """Called with (node index, nanoseconds) behind each launch that a replay runs."""
         self._keep_graph = keep_graph
         self._lock = threading.Lock()
         self._recorder: HostRecorder | None = None
@@ -166,9 +169,16 @@ class HostGraph:
             launches = self._captured("replay()")
             if self.exec_id is None:
                 self.instantiate()
+            timer = self.launch_timer
             with plain_kernels():
-                for launch in launches:
-                    launch()
+                if timer is None:
+                    for launch in launches:
+                        launch()
+                else:
+                    for index, launch in enumerate(launches):
+                        start = time.perf_counter_ns()
+                        launch()
+                        timer(index, time.perf_counter_ns() - start)
 
     def reset(self) -> None:
         """Drop the captured graph and its buffers; a capture may begin again.

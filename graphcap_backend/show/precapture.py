@@ -1,0 +1,104 @@
+"""Capture ahead of time, for many shapes, with a progress bar."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graphcap_backend.report import Report, report
+
+logger = logging.getLogger("graphcap_backend")
+
+_CALLS = 3  # warm up, capture, and capture the instance that takes turns while an output is held
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precaptured:
+    """What became of one entry of the inputs."""
+
+    shape: str
+    seconds: float
+    num_graphs: int
+    """Graphs that were captured for it; 0 where it was captured before, or cannot be."""
+    pool_bytes: int
+    """Bytes that the memory pools of all graphs take, after this one. On the host, what the graphs keep."""
+
+
+def precapture(
+    compiled: Callable[..., Any], inputs: Sequence[Any], *, progress: bool | None = None
+) -> tuple[Precaptured, ...]:
+    """Call a compiled function until each of ``inputs`` is captured, so that no later call has to.
+
+    Each entry is called three times, results dropped but for the last: real calls, with all their side effects,
+    in the gradient mode of the caller. An interrupt (or an error of the function) ends the run and leaves the
+    function working, with what was captured so far.
+
+    Args:
+        compiled: a function or module compiled with the graphcap backend.
+        inputs: one entry per shape: a tuple of positional arguments, a dict of keyword arguments, or the only
+            argument itself.
+        progress: whether a progress bar is shown. By default where there is a terminal.
+
+    Raises:
+        ValueError: ``compiled`` was not compiled with this backend.
+        Exception: whatever a call raises.
+    """
+    from tqdm import tqdm
+
+    report(compiled)  # ValueError before any call
+    done = []
+    bar = tqdm(inputs, desc="capturing", unit="shape", disable=None if progress is None else not progress)
+    with bar:
+        for entry in bar:
+            shape = _shape(entry)
+            bar.set_postfix_str(shape)
+            row = _capture(compiled, entry, shape)
+            bar.set_postfix_str(f"{shape}: {row.seconds:.2f} s, pool {_bytes(row.pool_bytes)}")
+            logger.info("captured %s: %d graphs, %.2f s, pool %s", shape, row.num_graphs, row.seconds,
+                        _bytes(row.pool_bytes))  # fmt: skip
+            done.append(row)
+    return tuple(done)
+
+
+def _capture(compiled: Callable[..., Any], entry: Any, shape: str) -> Precaptured:
+    before = len(report(compiled).graphs)
+    start = time.perf_counter()
+    result = None
+    for _ in range(_CALLS):
+        # The result of the call before is held meanwhile, as loops do.
+        result = compiled(**entry) if isinstance(entry, dict) else compiled(*_arguments(entry))
+    del result
+    seconds = time.perf_counter() - start
+    after = report(compiled)
+    return Precaptured(
+        shape=shape, seconds=seconds, num_graphs=len(after.graphs) - before, pool_bytes=_pool_bytes(after)
+    )
+
+
+def _arguments(entry: Any) -> tuple[Any, ...]:
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _shape(entry: Any) -> str:
+    from torch import Tensor
+
+    values = entry.values() if isinstance(entry, dict) else _arguments(entry)
+    shapes = ["x".join(map(str, value.shape)) or "scalar" for value in values if isinstance(value, Tensor)]
+    return ", ".join(shapes) or "no tensor"
+
+
+def _pool_bytes(found: Report) -> int:
+    import torch
+
+    pools = {tuple(graph.pool()) for graph in found.graphs if isinstance(graph, torch.cuda.CUDAGraph)}
+    if not pools:
+        return sum(part.num_bytes for part in found.parts)
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) in pools)
+
+
+def _bytes(number: int) -> str:
+    return f"{number / 2**20:.1f} MiB"
