@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from graphcap_backend.capture.session import CaptureSession
 
 
+_FROZEN_AT_START = 10_000
+"""Python 3.12 and later freeze some thousand objects themselves when they start; with torch loaded, a user
+who freezes has ten times as many."""
+
+
 class GarbagePause:
     """Keeps the cyclic garbage collector off while any capture is under way.
 
@@ -35,7 +40,7 @@ class GarbagePause:
         if self._holders == 0:
             self._was_enabled = gc.isenabled()
             # unfreeze() knows only all or nothing: never thaw what the user froze.
-            self._we_froze = gc.get_freeze_count() == 0
+            self._we_froze = gc.get_freeze_count() <= _FROZEN_AT_START
         gc.disable()
         if self._we_froze:
             gc.freeze()
@@ -91,6 +96,7 @@ class CaptureProcess:
         self.side_streams = SideStreams()
         self.first_calls = FirstCallGuard(self._refuse_first_call)
         self._sessions: dict[int, CaptureSession] = {}  # by thread
+        self._kept: dict[CaptureSession, list[Any]] = {}
 
     @property
     def num_active(self) -> int:
@@ -119,9 +125,12 @@ class CaptureProcess:
         """Note that ``session`` captures on this thread."""
         self.check_not_nested()
         self._sessions[threading.get_ident()] = session
+        # A graph destroyed inside a capture invalidates it, on the driver's side: ours live on until it ends.
+        self._kept[session] = list(self.captured)
 
     def leave(self, session: CaptureSession) -> None:
         """Take :meth:`enter` back, on whichever thread the block ends."""
+        self._kept.pop(session, None)
         self._sessions = {thread: other for thread, other in self._sessions.items() if other is not session}
 
 

@@ -508,6 +508,7 @@ def test_old_graph_in_a_cycle_and_a_collection_inside(captured_by: Any, mode: st
     assert dead() is None
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # torch's own hint
 def test_warmed_up_on_a_side_stream_captured_on_another() -> None:
     model = torch.nn.Linear(16, 16, device="cuda")
     x = torch.randn(8, 16, device="cuda")
