@@ -43,6 +43,12 @@ if TYPE_CHECKING:
         UnjoinedStreamError,
     )
     from graphcap_backend.options import GraphcapOptions
+    from graphcap_backend.show.flame import write_flame_graph
+    from graphcap_backend.show.measure import profile_replays
+    from graphcap_backend.show.precapture import precapture
+    from graphcap_backend.show.profile import Profile
+    from graphcap_backend.show.saved import SavedCapture, load_capture, save_capture
+    from graphcap_backend.show.tracing import annotate_trace
 
     __version__: str
 
@@ -62,12 +68,15 @@ __all__ = [
     "NodeKind",
     "NodeList",
     "NotWarmedUpError",
+    "Profile",
+    "SavedCapture",
     "SavedCaptureError",
     "SkipKind",
     "SkipReason",
     "SkippedError",
     "UnjoinedStreamError",
     "__version__",
+    "annotate_trace",
     "capture_nodes",
     "dump_kernel_py_stacks",
     "get_kernel_annotations",
@@ -75,11 +84,16 @@ __all__ = [
     "graph",
     "graph_pool_handle",
     "is_available",
+    "load_capture",
     "load_kernel_py_stacks",
     "mark_kernels",
     "mark_stream",
+    "precapture",
+    "profile_replays",
     "report",
     "resolve_pending_annotations",
+    "save_capture",
+    "write_flame_graph",
 ]
 
 # Module (below this package) -> the public names it defines.
@@ -100,6 +114,12 @@ _HOMES = {
     "capture.record": ("capture_nodes",),
     "capture.skip": ("SkipKind", "SkipReason"),
     "options": ("GraphcapOptions",),
+    "show.flame": ("write_flame_graph",),
+    "show.measure": ("profile_replays",),
+    "show.precapture": ("precapture",),
+    "show.profile": ("Profile",),
+    "show.saved": ("SavedCapture", "load_capture", "save_capture"),
+    "show.tracing": ("annotate_trace",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -67,13 +67,15 @@ class Transformer(nn.Module):
 
 
 @torch.no_grad()
-def run_demo(*, num_layers: int, num_calls: int, num_nodes: int) -> None:
+def run_demo(*, num_layers: int, num_calls: int, num_nodes: int, save: str | None = None) -> None:
     """Compile, call, check every call against eager, print the report and the first nodes.
+
+    ``save`` names a file for the capture, with its times.
 
     Raises:
         AssertionError: a call's result differs from eager's.
     """
-    from graphcap_backend import GraphcapError, capture_nodes, report
+    from graphcap_backend import GraphcapError, capture_nodes, profile_replays, report, save_capture
 
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda" if on_cuda else "cpu")
@@ -94,6 +96,9 @@ def run_demo(*, num_layers: int, num_calls: int, num_nodes: int) -> None:
     if not summary.graphs:
         raise GraphcapError(f"expected a captured graph after {num_calls} calls, found none: the report above says why")
     _print_nodes(capture_nodes(summary.graphs[0]), num_nodes)
+    if save is not None:
+        save_capture(save, profile_replays(compiled, x))
+        print(f"\nMeasured and saved. See where the time goes: python -m graphcap_backend report {save}")
 
 
 def _print_nodes(nodes: NodeList, num_nodes: int) -> None:

@@ -223,7 +223,7 @@ def _versions() -> dict[str, str]:
     found = {"graphcap": version("graphcap-backend"), "python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         from graphcap_backend.annotate.edge_walk import driver_version
 
         driver = driver_version()

@@ -132,9 +132,10 @@ def from_json(path: str | os.PathLike[str]) -> SavedCapture:
     if not isinstance(whole, dict) or whole.get("format") != FORMAT:
         raise SavedCaptureError(f"{name} is no saved capture: expected a file that save_capture() wrote")
     if whole.get("version") != VERSION:
+        writer = _mapping(whole.get("versions")).get("graphcap", "of then")
         raise SavedCaptureError(
             f"{name} has version {whole.get('version')!r} of the format, and this graphcap reads version {VERSION}. "
-            f"Save it anew, or read it with graphcap {_mapping(whole.get('versions', {})).get('graphcap', 'as of then')}"
+            f"Save it anew, or read it with graphcap {writer}"
         )
     try:
         return _capture_in(whole)
