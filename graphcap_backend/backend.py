@@ -25,9 +25,11 @@ from graphcap_backend.capture.replay import Callee, Replayed, ReplayLimits, Witn
 from graphcap_backend.capture.skip import SkipKind, SkipReason
 from graphcap_backend.errors import NotWarmedUpError, SkippedError
 from graphcap_backend.options import GraphcapOptions, split_options
+from graphcap_backend.report import log_capture
 
 if TYPE_CHECKING:
     from graphcap_backend.annotate.origins import WrapperOrigins
+    from graphcap_backend.capture.instance import Instance
 
 logger = logging.getLogger("graphcap_backend")
 
@@ -63,6 +65,7 @@ class Region:
         self._owner = weakref.ref(owner) if owner is not None else None
         self._origins: list[WrapperOrigins] = []
         self._said: set[tuple[SkipKind, str]] = set()
+        self._compile_id = torch._guards.CompileContext.current_compile_id()
         self.all_live.add(self)
 
     @property
@@ -167,6 +170,11 @@ class Region:
             if alive is not None:
                 alive.say(callee.name, reason)
 
+        def on_capture(instance: Instance) -> None:
+            alive = region()
+            if alive is not None:
+                log_capture(alive, callee.name, instance.captured, alive._compile_id)
+
         return Replayed(
             callee,
             limits=ReplayLimits(
@@ -176,6 +184,7 @@ class Region:
             ),
             annotations=annotations,
             on_skip=on_skip,
+            on_capture=on_capture,
         )
 
     def _name(self, kind: str, partition: int, num_partitions: int) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the package's __init__ loads this module, and must load no torch
     from graphcap_backend.backend import Part, Region
+    from graphcap_backend.capture.record import CapturedGraph
     from graphcap_backend.capture.replay import Family, Replayed
     from graphcap_backend.capture.skip import SkipReason
+
+logger = logging.getLogger("graphcap_backend")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +81,24 @@ def report(compiled: Callable[..., Any]) -> Report:
         regions = [region for region in live if region.owner is not None and region.owner == wrapper]
     regions.sort(key=lambda region: region.number)
     return Report(parts=tuple(_report_part(region, part) for region in regions for part in region.parts))
+
+
+def log_capture(region: Region, name: str, captured: CapturedGraph, compile_id: Any) -> None:
+    """Log a new capture; with TORCH_TRACE set, node list and report become artifacts that tlparse shows."""
+    from torch._logging._internal import trace_log, trace_structured_artifact
+
+    from graphcap_backend.errors import GraphcapError
+
+    logger.info("captured %s: %d nodes", name, captured.num_nodes)
+    if not trace_log.handlers:
+        return
+    try:
+        nodes = captured.nodes().render(stacks=True)
+    except GraphcapError as error:  # a capture is good, also where its nodes can't be read
+        nodes = f"(nodes cannot be read: {error})\n"
+    rows = Report(parts=tuple(_report_part(region, part) for part in region.parts))
+    trace_structured_artifact("graphcap_nodes", "string", lambda: f"{name}\n{nodes}", compile_id)
+    trace_structured_artifact("graphcap_report", "string", lambda: f"{rows}\n", compile_id)
 
 
 def _report_part(region: Region, part: Part) -> PartReport:

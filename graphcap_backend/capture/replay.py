@@ -25,13 +25,22 @@ import torch
 from torch import Tensor
 
 from graphcap_backend.capture.arena import Arena
-from graphcap_backend.capture.inputs import InputRoles, assign_roles, refuse_inputs, refuse_layout
+from graphcap_backend.capture.inputs import (
+    InputRoles,
+    assign_roles,
+    reads_any,
+    refuse_inputs,
+    refuse_layout,
+    refuse_written_overlap,
+    written_ranges,
+)
 from graphcap_backend.capture.instance import Instance
 from graphcap_backend.capture.skip import SkipKind, SkipReason
 from graphcap_backend.errors import NotWarmedUpError
 
 if TYPE_CHECKING:
     from graphcap_backend.annotate.config import AnnotationConfig
+    from graphcap_backend.capture.device import Range
 
 logger = logging.getLogger("graphcap_backend")
 
@@ -88,6 +97,8 @@ class Family:
     key: tuple[Any, ...]
     static_addresses: list[int]
     """By position among the inputs; 0 for those that are not static."""
+    written: tuple[Range, ...] = ()
+    """Memory of static inputs that is written to. Inputs that share it cannot be copied in."""
     aliasing: list[Instance] = field(default_factory=list)
     copying: Instance | None = None
     refused: SkipReason | None = None
@@ -114,6 +125,7 @@ class Replayed:
         limits: ReplayLimits,
         annotations: AnnotationConfig | None,
         on_skip: Callable[[SkipReason], None],
+        on_capture: Callable[[Instance], None] | None = None,
     ) -> None:
         self.callee = callee
         self.witness: Witness | None = None
@@ -125,6 +137,7 @@ class Replayed:
         self._limits = limits
         self._annotations = annotations
         self._on_skip = on_skip
+        self._on_capture = on_capture
         self._arena = Arena.of(callee.device)
         self._lock = self._arena.lock
         self._is_capturing = self._arena.device.is_capturing
@@ -135,6 +148,7 @@ class Replayed:
         self._last_addresses: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
         self._current: Family | None = None
         self._static: list[int] = []
+        self._copied: tuple[int, ...] = ()
         self._dynamic = False
         self._said_too_many = False
 
@@ -160,6 +174,7 @@ class Replayed:
                 family is not None
                 and _same_addresses(inputs, family.static_addresses, self._static)
                 and (not self._dynamic or family.key == self._key(inputs))
+                and (not family.written or not reads_any(inputs, self._copied, family.written))
             ):
                 if self._current_stream() != self._arena.last_stream:
                     self._arena.join_stream()
@@ -222,7 +237,7 @@ class Replayed:
             reason = self._not_yet(key)
             if reason is not None:
                 return self._uncaptured(inputs, reason)
-            family = Family(key, self._at_their_inputs(key[2]))
+            family = Family(key, self._at_their_inputs(key[2]), written_ranges(inputs, self._roles_met()))
             family.refused = refuse_layout(inputs, self._roles_met())
             self._keep(family)
             if family.refused is not None:
@@ -230,8 +245,10 @@ class Replayed:
         if family.refused is not None:
             return self._uncaptured(inputs, family.refused.kind)
         self._families.move_to_end(key)
-        if self._roles_met().written_back and refuse_layout(inputs, self._roles_met()) is not None:
-            return self._uncaptured(inputs, SkipKind.OVERLAP)
+        overlap = refuse_written_overlap(inputs, self._roles_met(), family.written)
+        if overlap is not None:
+            self._on_skip(overlap)
+            return self._uncaptured(inputs, overlap.kind)
         instance = self._open_instance(family, inputs)
         if instance is None:
             return self._uncaptured(inputs, family.refused.kind if family.refused else SkipKind.OUTPUTS_HELD)
@@ -256,7 +273,7 @@ class Replayed:
             self._on_skip(reason)
             return False
         self._roles = assign_roles(inputs, self.callee.static, self.callee.mutated)
-        self._static = list(self._roles.static)
+        self._static, self._copied = list(self._roles.static), self._roles.copied
         self._dynamic = self._roles.dynamic
         return True
 
@@ -284,7 +301,7 @@ class Replayed:
         self._last_addresses.clear()
         static = [i for i in self._static if i not in volatile]
         self._roles = assign_roles(inputs, static, self.callee.mutated)
-        self._static = static
+        self._static, self._copied = static, self._roles.copied
         self._warm[self._key(inputs)] = None  # it ran at this shape before
         return True
 
@@ -344,6 +361,8 @@ class Replayed:
             family.copying = captured
         else:
             family.aliasing.append(captured)
+        if self._on_capture is not None:
+            self._on_capture(captured)
         return captured if captured.idle() else None
 
     def _drop_retired(self, family: Family) -> None:
