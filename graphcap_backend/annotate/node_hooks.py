@@ -13,6 +13,7 @@ that ran uncaptured.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import warnings
 from collections.abc import Callable
@@ -51,8 +52,12 @@ class AnomalyHooks:
         self._filter = None if self._enabled else _ignore_expected()
 
     def _answer(self) -> list[str]:
-        carrier = _Carrier(self._format_stack() if self._enabled else ())
-        carrier.made = self._make()
+        # AOTAutograd, which may be tracing, reads the stacks that nodes keep.
+        is_read = self._enabled or self._module.should_preserve_node_meta
+        carrier = _Carrier(self._format_stack() if is_read else ())
+        # Whatever goes wrong here must not become an error of the user's operator.
+        with contextlib.suppress(Exception):
+            carrier.made = self._make()
         return carrier
 
     def close(self) -> None:

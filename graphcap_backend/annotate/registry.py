@@ -6,7 +6,9 @@ import gzip
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from graphcap_backend.annotate.config import AnnotationConfig
 
 _Value = TypeVar("_Value")
+_SOON_S: Final = 0.5
 _Reader = Callable[[], Sequence[ShapedNode]]
 
 
@@ -142,6 +145,9 @@ class GraphRecord:
             launch = known.get(id(entry.traceback))
             forward = known.get(id(entry.forward))
             if launch is None:
+                # An edge walk knows no launching line, but may know the forward's.
+                if forward is not None:
+                    self._launches[entry.node] = forward
                 continue
             traced = launch.backward_annotation if entry.in_backward else launch.annotation
             if traced is not None:
@@ -151,7 +157,7 @@ class GraphRecord:
                 self._annotations[entry.node] = annotation
             self._launches[entry.node] = _behind(forward, launch) if forward else launch
 
-    def entries(self) -> Iterator[tuple[int, int]]:
+    def nodes_by_key(self) -> dict[int, int]:
         """Keys of all nodes now, each with the top-level node it stands for."""
         self.resolve()
         by_exec = self.key_by != "source" and not (self.key_by == "auto" and _source_ids(self.way))
@@ -159,11 +165,9 @@ class GraphRecord:
         high = (self.keys.source_graph_id if graph_id is None else graph_id) << 32
         shape = self._exec_shape()
         if shape is None:
-            nodes = self._annotations.keys() | self._launches.keys()
-            yield from ((high | node, node) for node in sorted(nodes))
-        else:
-            # A body's own graph has another id; under source keys only the top level is ours.
-            yield from ((high | node_id, path[0]) for node_id, path in shape if graph_id is not None or len(path) == 1)
+            return {high | node: node for node in sorted(self._annotations.keys() | self._launches.keys())}
+        # A body's own graph has another id; under source keys only the top level is ours.
+        return {high | node_id: path[0] for node_id, path in shape if graph_id is not None or len(path) == 1}
 
     def _exec_shape(self) -> list[tuple[int, tuple[int, ...]]] | None:
         if self._shape is None and self._read_shape is not None:
@@ -200,30 +204,44 @@ def _alive() -> list[GraphRecord]:
 
 
 class _View(Mapping[int, _Value]):
-    """A live read-only mapping of node keys over all captured graphs that are alive."""
+    """A live read-only mapping of node keys over all captured graphs that are alive.
+
+    Asking for an executable graph's id may cost milliseconds. So each key that an iteration
+    gives out may be looked up once, soon, in what the iteration found: ``dict(view)`` and
+    loops over a view ask each graph once. Other look-ups ask anew.
+    """
 
     def __init__(self, read: Callable[[GraphRecord, int], _Value | None]) -> None:
         self._read = read
-
-    def _items(self) -> Iterator[tuple[int, _Value]]:
-        for record in _alive():
-            for key, node in record.entries():
-                value = self._read(record, node)
-                if value is not None:
-                    yield key, value
+        self._handed_out = threading.local()
 
     def copy(self) -> dict[int, _Value]:
         """All entries as they are now."""
-        return dict(self._items())
+        return {
+            key: value
+            for record in _alive()
+            for key, node in record.nodes_by_key().items()
+            if (value := self._read(record, node)) is not None
+        }
 
     def __getitem__(self, key: int) -> _Value:
-        for found, value in self._items():
-            if found == key:
-                return value
-        raise KeyError(key)
+        entries, until = getattr(self._handed_out, "entries", None), getattr(self._handed_out, "until", 0.0)
+        if entries and key in entries and time.monotonic() < until:
+            value: _Value = entries.pop(key)
+            return value
+        self._handed_out.entries = None
+        return self.copy()[key]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.copy())
+        entries = self.copy()
+        self._handed_out.entries, self._handed_out.until = entries, time.monotonic() + _SOON_S
+        return iter(list(entries))
+
+    def items(self) -> ItemsView[int, _Value]:
+        return self.copy().items()
+
+    def values(self) -> ValuesView[_Value]:
+        return self.copy().values()
 
     def __len__(self) -> int:
         return len(self.copy())

@@ -147,3 +147,20 @@ def test_resolving_early_changes_nothing() -> None:
     resolve_pending_annotations()
     assert run.annotations() == [{"name": "a"}, None]
     assert (run.record.stack(1) or "").count("\n") > 0
+
+
+def test_a_loop_over_a_view_asks_each_graph_for_its_id_once() -> None:
+    asked = []
+
+    class Counting(Keys):
+        def exec_graph_id(self) -> int | None:
+            asked.append(1)
+            return 901
+
+    run = capture(Counting(900))
+    others = len(get_kernel_py_stacks()) - 2
+    asked.clear()
+    assert len(dict(get_kernel_py_stacks())) == others + 2
+    assert sum(1 for _ in get_kernel_py_stacks().items()) == others + 2
+    assert len(asked) <= 3  # once each, and once for the length
+    assert run.record.way == "host"

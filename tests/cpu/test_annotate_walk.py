@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphcap_backend.annotate import backward_brackets
+from graphcap_backend.annotate.config import AnnotationConfig
 from graphcap_backend.annotate.scopes import mark_kernels
 
 Program = list[Any]
@@ -91,3 +93,31 @@ def test_brackets_do_not_outlive_their_run() -> None:
     with walked() as run:
         y.sum().backward()
     assert run.log.names.count("sigmoid_backward") == 1
+
+
+def test_an_edge_walk_finds_the_lines_of_compiled_code() -> None:
+    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, w)
+
+    def model(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with mark_kernels("traced"):
+            x = layer(x, w)
+        return layer(x.relu(), w)
+
+    compiled = torch.compile(model, fullgraph=True, options={"trace.provenance_tracking_level": 1})
+    x = torch.ones(3, 3)
+    with torch.no_grad():
+        compiled(x, x)
+        with walked(AnnotationConfig(record_py_stacks=True, best_effort=True)) as run:
+            x.cos()
+            compiled(x, x)
+            x.sin()
+    stacks = dict(zip(run.log.names, map(run.record.stack, range(len(run.log.names))), strict=True))
+    assert run.record.way == "edge_walk"
+    assert stacks["cos"] is stacks["sin"] is None
+    products = [(run.record.stack(at) or "").splitlines() for at, name in enumerate(run.log.names) if name == "mm"]
+    assert [[line.rpartition(":")[2] for line in lines[:2]] for lines in products] == [["layer", "model"]] * 2
+    assert products[0][1] != products[1][1]
+    assert all(any(__file__ in line for line in lines[2:]) for lines in products)
+    assert sys.gettrace() is None
+    torch._dynamo.reset()
