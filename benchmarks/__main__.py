@@ -39,8 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = run(arguments.rows or all_rows(), settings, seconds=arguments.seconds)
     print(table.render(rows))
     print(table.verdict(rows))
+    if not settings.on_cuda:
+        print("A dry run on the CPU: its numbers and verdicts mean nothing.")
     if arguments.output is not None:
-        _write(arguments.output, rows, shlex.join(["python", "-m", "benchmarks", *(argv or sys.argv[1:])]))
+        _write(arguments.output, rows, settings, shlex.join(["python", "-m", "benchmarks", *(argv or sys.argv[1:])]))
     return int(any(row.status == "failed" for row in rows))
 
 
@@ -58,13 +60,15 @@ def _missing() -> str | None:
     )
 
 
-def _write(path: Path, rows: Sequence[Row], command: str) -> None:
+def _write(path: Path, rows: Sequence[Row], settings: Settings, command: str) -> None:
     from benchmarks.versions import versions
 
     results = {
         "versions": versions(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
+        "device": settings.device,
+        "quick": settings.quick,
         "rows": [row.to_json() for row in rows],
     }
     path.parent.mkdir(parents=True, exist_ok=True)

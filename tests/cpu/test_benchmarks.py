@@ -256,4 +256,6 @@ def test_results_file(tmp_path: Path) -> None:
         f"nodes/{name}" for name in ("read", "render", "recorded/read", "recorded/render")
     ]
     assert all(row["figure"]["num_samples"] == 2 for row in results["rows"])
+    assert (results["device"], results["quick"]) == ("cpu", True)
     assert "nodes/recorded/render" in done.stdout
+    assert "mean nothing" in done.stdout
