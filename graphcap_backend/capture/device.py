@@ -70,7 +70,9 @@ class CudaDevice:
         from graphcap_backend.capture.session import CaptureSession
 
         # "thread_local": what other threads of the user's program do is no part of this capture.
-        return CaptureSession(graph, pool=pool, capture_error_mode="thread_local", annotations=annotations)
+        return CaptureSession(
+            graph, pool=pool, capture_error_mode="thread_local", annotations=annotations, warn_if_empty=False
+        )
 
     def wait_for_stream(self, stream: int) -> None:
         """Make the current stream wait for what ``stream`` was given so far."""
@@ -136,7 +138,7 @@ class HostDevice:
     def session(self, graph: Any, pool: Any, annotations: AnnotationConfig | None) -> CaptureSession:
         from graphcap_backend.capture.session import CaptureSession
 
-        return CaptureSession(graph, annotations=annotations)
+        return CaptureSession(graph, annotations=annotations, warn_if_empty=False)
 
     @staticmethod
     def current_stream() -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphcap_backend.capture.device import Range
 from graphcap_backend.capture.outputs import unowned_aliases
 from graphcap_backend.capture.skip import SkipKind, SkipReason
 
@@ -23,6 +24,8 @@ class InputRoles:
     """Tensors that are copied into the graph's own buffers before a replay."""
     written_back: tuple[int, ...]
     """The copied ones that the callable writes to: copied back into the caller's tensor after a replay."""
+    written_static: tuple[int, ...]
+    """The static ones that the callable writes to: buffers of modules."""
     values: tuple[int, ...]
     """Everything that is no tensor: part of the key."""
 
@@ -41,6 +44,7 @@ def assign_roles(inputs: Sequence[Any], static: Sequence[int], mutated: Sequence
         static=statics,
         copied=copied,
         written_back=tuple(i for i in copied if i in set(mutated)),
+        written_static=tuple(i for i in statics if i in set(mutated)),
         values=tuple(i for i in range(len(inputs)) if i not in set(tensors)),
     )
 
@@ -65,18 +69,49 @@ def refuse_inputs(inputs: Sequence[Any], device: torch.device) -> SkipReason | N
 
 
 def refuse_layout(inputs: Sequence[Any], roles: InputRoles) -> SkipReason | None:
-    """Why this call cannot be served by copying inputs in, or None."""
+    """Why inputs of such shapes and strides cannot be copied in, or None."""
     for index in roles.copied:
         if torch._debug_has_internal_overlap(_without_expansion(inputs[index])) == 1:
             return SkipReason(kind=SkipKind.OVERLAP, detail=f"input {index} overlaps itself in memory")
-    if roles.written_back and _overlap_with_mutation(inputs, roles):
-        return SkipReason(kind=SkipKind.OVERLAP, detail="an input that is written to shares memory with another input")
     return None
 
 
-def _overlap_with_mutation(inputs: Sequence[Any], roles: InputRoles) -> bool:
-    storages = [inputs[i].untyped_storage()._cdata for i in (*roles.static, *roles.copied)]
-    return any(storages.count(inputs[i].untyped_storage()._cdata) > 1 for i in roles.written_back)
+def refuse_written_overlap(inputs: Sequence[Any], roles: InputRoles, static: Sequence[Range]) -> SkipReason | None:
+    """Why this very call cannot be served by copying inputs in, or None.
+
+    Args:
+        static: what ``written_ranges`` gave for the static inputs that are written to.
+    """
+    if static and reads_any(inputs, roles.copied, static):
+        return SkipReason(kind=SkipKind.OVERLAP, detail="an input shares memory with a buffer that is written to")
+    if roles.written_back:
+        storages = [inputs[i].untyped_storage()._cdata for i in (*roles.static, *roles.copied)]
+        if any(storages.count(inputs[i].untyped_storage()._cdata) > 1 for i in roles.written_back):
+            return SkipReason(
+                kind=SkipKind.OVERLAP, detail="an input that is written to shares memory with another input"
+            )
+    return None
+
+
+def written_ranges(inputs: Sequence[Any], roles: InputRoles) -> tuple[Range, ...]:
+    """Memory of the static inputs that the callable writes to."""
+    return tuple(_range_of(inputs[i]) for i in roles.written_static if inputs[i].numel())
+
+
+def reads_any(inputs: Sequence[Any], copied: Sequence[int], ranges: Sequence[Range]) -> bool:
+    """Whether an input that would be copied in has memory in common with one of the ranges."""
+    for i in copied:
+        if inputs[i].numel():
+            begin, end = _range_of(inputs[i])
+            if any(begin < last and first < end for first, last in ranges):
+                return True
+    return False
+
+
+def _range_of(tensor: Tensor) -> Range:
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
+    address = tensor.data_ptr()
+    return address, address + extent * tensor.element_size()
 
 
 def _expanded_dims(tensor: Tensor) -> tuple[int, ...]:

@@ -70,9 +70,11 @@ class CaptureSession:
         annotations: AnnotationConfig | None = None,
         check_input_liveness: bool = False,
         liveness_inputs: Sequence[Tensor] = (),
+        warn_if_empty: bool = True,
     ) -> None:
         self._target = _target(graph, pool, stream, capture_error_mode)
         self._graph = graph
+        self._warn_if_empty = warn_if_empty
         self._pool = pool
         self._annotations = annotations
         self._watched = tuple(liveness_inputs) if check_input_liveness else None
@@ -129,7 +131,7 @@ class CaptureSession:
             self._fail(failure)
             raise
         self._state = SessionState.CAPTURED
-        if self.captured.num_nodes == 0:
+        if self._warn_if_empty and self.captured.num_nodes == 0:
             warnings.warn(
                 "the capture recorded no node: nothing in its block ran on the captured device and stream. Was the "
                 "work on another device, on the CPU, or on a stream that is not part of the capture?",
