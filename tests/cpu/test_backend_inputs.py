@@ -1,0 +1,23 @@
+"""Inputs on HostGraph: the scenarios of helpers/backend_inputs.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from helpers import backend_inputs
+from helpers.backend_calls import Scenario, fresh_compiler, scenario_name, scenarios
+
+# torch 2.14's Dynamo asks inputs that are no leaves for their gradient.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    with fresh_compiler():
+        yield
+
+
+@pytest.mark.parametrize("scenario", scenarios(backend_inputs), ids=scenario_name)
+def test_inputs(scenario: Scenario) -> None:
+    scenario("cpu")
