@@ -82,8 +82,12 @@ class EdgeWalk:
         else:
             self._marks.append(mark)
 
-    def end(self) -> list[Event]:
-        """What is in force where each node was created, in order. On the thread of ``begin``."""
+    def end(self, *, reads_graph: bool = True) -> list[Event]:
+        """What is in force where each node was created, in order. On the thread of ``begin``.
+
+        Args:
+            reads_graph: False when the capture failed: the graph may be gone.
+        """
         from graphcap_backend.annotate.recording import Event
 
         if not self._graph:
@@ -92,6 +96,8 @@ class EdgeWalk:
         watch_backwards(-1)
         if self._lines is not None:
             self._lines.stop()
+        if not reads_graph:
+            return []
         ends = [mark.first for mark in self._marks[1:]] + [self._count(graph)]
         return [
             Event(node, mark.scope, mark.traceback, mark.launch)

@@ -43,8 +43,9 @@ class Recording:
 
         start_host, start_cuda -> bind (CUDA) -> on_node ... -> stop -> seal | discard
 
-    ``stop`` belongs on the thread that started, and before the capture ends. Whatever fails,
-    ``stop`` and ``discard`` leave nothing behind; both may be called again.
+    ``stop`` belongs on the thread that started, and before the capture ends. After a failure
+    only ``discard`` may be called: it leaves nothing behind, and looks at no graph. Both may be
+    called again.
 
     Attributes:
         way: how nodes are found: "cupti", "edge_walk" or "host".
@@ -146,23 +147,7 @@ class Recording:
 
     def stop(self) -> None:
         """End the recording and give CUPTI back. The stream is still capturing."""
-        if not self._recording:
-            return
-        self._recording = False
-        with PROCESS.lock:
-            PROCESS.num_recording -= 1
-            PROCESS.by_graph.pop(self._graph, None)
-        try:
-            backward.detach(self, self._outer)
-            self._outer = None
-            if self.walk is not None:
-                self._events = self.walk.end()
-                self.walk = None
-            elif self.way == "cupti":
-                self._events = _numbered(self._events)
-        finally:
-            if self.way == "cupti":
-                _release_callbacks()
+        self._finish(reads_graph=True)
         if self._num_failures:
             error = self._first_failure
             PROCESS.warn_once(
@@ -170,6 +155,25 @@ class Recording:
                 f"{self._num_failures} captured nodes have no annotation or stack, because "
                 f"noting them failed; first with {error!r}",
             )
+
+    def _finish(self, *, reads_graph: bool) -> None:
+        if not self._recording:
+            return
+        self._recording = False
+        with PROCESS.lock:
+            PROCESS.num_recording -= 1
+            PROCESS.by_graph.pop(self._graph, None)
+        walk, self.walk = self.walk, None
+        try:
+            backward.detach(self, self._outer)
+            self._outer = None
+            if walk is not None:
+                self._events = walk.end(reads_graph=reads_graph)
+            elif self.way == "cupti" and reads_graph:
+                self._events = _numbered(self._events)
+        finally:
+            if self.way == "cupti":
+                _release_callbacks()
 
     def seal(self, keys: GraphKeys) -> GraphRecord:
         """Turn what was recorded into the graph's record, after the capture succeeded.
@@ -194,9 +198,9 @@ class Recording:
         return [_entry(event) for event in events]
 
     def discard(self) -> None:
-        """The capture failed: forget everything."""
+        """The capture failed: forget everything. The graph may be gone and is not looked at."""
         try:
-            self.stop()
+            self._finish(reads_graph=False)
         finally:
             self._events = []
 
@@ -242,7 +246,11 @@ def _numbered(events: list[Event]) -> list[Event]:
     step = max(1, len(events) // _NUM_CHECKED)
     sample = {*range(0, len(events), step), *range(len(events))[-1:]}
     low = 0xFFFF_FFFF
-    if all(cupti.node_id(events[at].node) & low == at for at in sample):
+    try:
+        in_order = all(cupti.node_id(events[at].node) & low == at for at in sample)
+    except CuptiError:
+        in_order = True  # as on every driver seen
+    if in_order:
         return [event._replace(node=at) for at, event in enumerate(events)]
     return [event._replace(node=cupti.node_id(event.node) & low) for event in events]
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from graphcap_backend.annotate import backward_brackets
 from graphcap_backend.annotate.config import AnnotationConfig
-from graphcap_backend.annotate.scopes import mark_kernels
+from graphcap_backend.annotate.recording import Recording
+from graphcap_backend.annotate.scopes import current_scope, mark_kernels
 
 Program = list[Any]
 """Of: an operator's name, or (annotation, backward, program) for a scope, or "backward"."""
@@ -121,3 +122,21 @@ def test_an_edge_walk_finds_the_lines_of_compiled_code() -> None:
     assert all(any(__file__ in line for line in lines[2:]) for lines in products)
     assert sys.gettrace() is None
     torch._dynamo.reset()
+
+
+def test_a_failed_walk_does_not_look_at_its_graph_again() -> None:
+    counted = []
+
+    def count(_: int) -> int:
+        counted.append(1)
+        return 0
+
+    recording = Recording.start_walk(AnnotationConfig(), count)
+    recording.bind(1)
+    counted.clear()
+    for _ in range(2):
+        recording.discard()
+    recording.stop()
+    assert counted == []
+    assert current_scope() is None
+    assert not isinstance(torch.autograd._engine_run_backward, backward_brackets.Switch)

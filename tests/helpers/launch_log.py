@@ -99,7 +99,7 @@ def walked(config: AnnotationConfig | None = None) -> Iterator[Recorded]:
         with log:
             recording.bind(1)
             yield result
-            recording.stop()
+            recording.stop()  # as a session does: while the stream still captures
     except BaseException:
         recording.discard()
         raise
