@@ -148,7 +148,6 @@ class CaptureSession:
         if self._annotations is not None:
             self._recording = target.start_recording(self._annotations)
             undo.on_failure(self._recording.discard)
-            undo.on_failure(self._recording.stop)
         undo.on_failure(target.abort)
         target.begin(self._recording)
         if self._watched is not None:
