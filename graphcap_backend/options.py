@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -43,7 +43,7 @@ class GraphcapOptions:
         if self.on_skip not in get_args(OnSkip):
             raise ValueError(f"option on_skip must be one of {list(get_args(OnSkip))}, found {self.on_skip!r}")
         if self.capture_sizes is not None:
-            sizes = tuple(self.capture_sizes)
+            sizes = tuple(self.capture_sizes) if isinstance(self.capture_sizes, Iterable) else (None,)
             if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
                 raise ValueError(f"option capture_sizes must be ints or None, found {self.capture_sizes!r}")
             object.__setattr__(self, "capture_sizes", sizes)
