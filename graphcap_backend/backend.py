@@ -86,6 +86,7 @@ class Region:
                 mutated=subgraph.mutated,
                 donated=subgraph.donated,
                 constants=subgraph.constants,
+                outputs_may_be_copied=subgraph.is_inference,
                 where=subgraph.where,
             )
         )

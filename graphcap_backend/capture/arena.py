@@ -2,7 +2,11 @@
 
 Graphs of one pool reuse each other's memory: an output of a later graph may lie where an earlier
 graph keeps its intermediates. So a graph may be replayed only while no output is in use that lies in
-memory it can write to. The arena tells each instance which outputs those are (``Instance.watched``).
+memory it writes to; the arena tells each instance which outputs those are (``Instance.watch``).
+
+There is a pool for each turn: instances of one graph that serve by turns must not touch each other's
+outputs, and within one pool the next one puts its output where the last one had an intermediate. A pool
+of its own serves graphs whose outputs are copied: nothing in it outlives a replay, so nothing is watched.
 """
 
 from __future__ import annotations
@@ -21,9 +25,6 @@ if TYPE_CHECKING:
     from graphcap_backend.capture.instance import Instance
     from graphcap_backend.capture.outputs import OwnedOutput
 
-_LEND_FROM_BYTES = 1 << 20
-"""Outputs smaller than this are not worth the watching that lent memory needs."""
-
 
 class Arena:
     """The pools of one device, the lock round it, and the instances captured into it.
@@ -39,7 +40,7 @@ class Arena:
         # Re-entrant: an uncaptured run below a captured one may come back here on the same thread.
         self.lock = threading.RLock()
         self.last_stream: int | None = None
-        self._pools: list[Any] = []
+        self._pools: dict[int | None, Any] = {}
         self._instances: weakref.WeakSet[Instance] = weakref.WeakSet()
 
     @classmethod
@@ -51,16 +52,12 @@ class Arena:
                 arena = cls._of_device[device] = cls(device_for(device))
             return arena
 
-    def pool(self, turn: int) -> Any:
-        """Pool token to capture the ``turn``-th instance of a graph into; new ones when no graph holds any.
-
-        Instances that take turns must not touch each other's outputs, and graphs of one pool do: the next
-        one finds its place where the last one had its intermediates. So each turn has a pool of its own.
-        """
+    def pool(self, turn: int | None) -> Any:
+        """Pool token for the ``turn``-th instance of a graph, or (None) for one whose outputs are copied."""
         if not self._instances:
-            self._pools.clear()
-        while len(self._pools) <= turn:
-            self._pools.append(self.device.new_pool())
+            self._pools.clear()  # tokens die with the last graph that was captured with them
+        if turn not in self._pools:
+            self._pools[turn] = self.device.new_pool()
         return self._pools[turn]
 
     def join_stream(self) -> None:
@@ -71,30 +68,11 @@ class Arena:
                 self.device.wait_for_stream(self.last_stream)
             self.last_stream = stream
 
-    def make_room(self) -> bool:
-        """Before a capture: lend large outputs that nobody uses, so that it can have their memory.
-
-        Returns:
-            False when the capture must wait: a lent output is in use, which it would overwrite. Its graph is
-            retired, so that its next call has an output of its own and this capture can go round that.
-        """
-        free = True
-        for instance in list(self._instances):
-            for out in instance.owned:
-                if out.lent and not instance.copies and out.in_use():
-                    instance.retire()
-                    free = False
-            if not instance.keeps and instance.num_output_bytes >= _LEND_FROM_BYTES and instance.idle():
-                instance.lend()
-        self._refresh()
-        return free
-
     def add(self, instance: Instance) -> None:
-        """A new instance: no graph must be replayed while an output is in use that lies in its memory."""
+        """A new instance: earlier graphs must not be replayed while its outputs in their memory are in use."""
         for earlier in self._instances:
             earlier.unwatch_released()
             earlier.watch([out for out in instance.owned if _overlaps(out, earlier.ranges)])
-            instance.watch([out for out in earlier.owned if out.lent and _overlaps(out, instance.ranges)])
         self._instances.add(instance)
 
     def owns(self, tensor: Tensor) -> bool:
@@ -111,11 +89,8 @@ class Arena:
         if any(change for _, change in changes):
             for out, change in changes:
                 out.raise_baseline(change)
-            self._refresh()
-
-    def _refresh(self) -> None:
-        for instance in self._instances:
-            instance.refresh_probes()
+            for instance in self._instances:
+                instance.refresh_probes()
 
     def forget(self, instance: Instance) -> None:
         """The instance is released. Others go on watching those of its outputs that a caller still holds."""

@@ -9,7 +9,15 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphcap_backend.capture.inputs import InputRoles, Staging
-from graphcap_backend.capture.outputs import Buffer, OwnedOutput, any_in_use, copy_outputs, hand_out, plan_outputs
+from graphcap_backend.capture.outputs import (
+    Buffer,
+    OwnedOutput,
+    any_in_use,
+    copy_outputs,
+    hand_out,
+    plan_outputs,
+    unowned_aliases,
+)
 
 if TYPE_CHECKING:
     from graphcap_backend.annotate.config import AnnotationConfig
@@ -33,19 +41,16 @@ class Instance:
         arena: Arena,
         donated: frozenset[int] = frozenset(),
         constants: Sequence[Tensor] = (),
-        turn: int = 0,
-        copies: bool = False,
-        keeps: bool = False,
+        turn: int | None = 0,
         annotations: AnnotationConfig | None = None,
     ) -> None:
-        """Capture ``run`` as called with ``inputs``. Executes nothing; raises what the capture raises."""
-        self.copies = copies
-        self.keeps = keeps
-        """Whether its outputs are never lent."""
+        """Capture ``run`` as called with ``inputs``. Executes nothing; raises what the capture raises.
+
+        ``turn`` counts the instances of one key that hand out aliases; None hands out copies.
+        """
+        self.copies = turn is None
         self.num_replays = 0
         self._arena = arena
-        self.retired = False
-        """True once its memory is in the way of others: it is captured anew, then with outputs never lent."""
         self.graph = arena.device.new_graph()
         read = arena.owned_by_graphs([inputs[i] for i in roles.static])
         held_before = [out.use_count() for out in read]
@@ -55,15 +60,17 @@ class Instance:
         self._launch = self._arena.device.launcher(self.graph)
         self._plan, own = plan_outputs(outputs, storages, self._staging.stand_in(inputs))
         del outputs
-        self.owned = _by_storage(own, {constant.untyped_storage()._cdata for constant in constants})
-        self._own = own
-        self._only_buffers = [out.slot for out in self._plan if isinstance(out, Buffer)] == list(range(len(self._plan)))
+        foreign = {constant.untyped_storage()._cdata for constant in constants}
+        self.owned = [] if self.copies else _by_storage(own, foreign)
+        # Copied right after each replay, so the memory may serve other graphs in between.
+        self._own = unowned_aliases(own) if self.copies and arena.device.shares_memory else own
+        del own
+        slots = [out.slot for out in self._plan if isinstance(out, Buffer)]
+        self._only_buffers = slots == list(range(len(self._plan)))
         for out in self.owned:
             out.set_baseline()
-        self._watched: list[OwnedOutput] = [] if copies else list(self.owned)
+        self._watched = list(self.owned)
         self.refresh_probes()
-        if copies:
-            self.lend()
         arena.add(self)
         # A host graph holds what it reads; that is no use of an output by a caller.
         self._holds = [(out, out.use_count() - before) for out, before in zip(read, held_before, strict=True)]
@@ -112,21 +119,9 @@ class Instance:
         self._watched.extend(outputs)
         self.refresh_probes()
 
-    def unused(self) -> bool:
-        """As ``idle()``, for a retired instance too."""
-        return not any(out.in_use() for out in self._watched)
-
-    def retire(self) -> None:
-        """Take it out of service: it is never idle again."""
-        self.retired = True
-        self.refresh_probes()
-
     def refresh_probes(self) -> None:
         """Baselines of watched outputs have changed."""
         self._probes = [out.probe() for out in self._watched]
-        if self.retired and self.owned:
-            storage, _, wrapper = self.owned[0].probe()
-            self._probes = [(storage, -1, wrapper)]
 
     def unwatch_released(self) -> None:
         """Drop watched outputs whose graph is gone and that nobody holds."""
@@ -145,27 +140,11 @@ class Instance:
             return [tensor.detach() for tensor in self._own]
         return hand_out(self._plan, [tensor.detach() for tensor in self._own], inputs)
 
-    def lend(self) -> None:
-        """Let graphs captured from now on use the memory of this one's outputs too. Only when ``idle()``."""
-        if not self._arena.device.shares_memory:
-            return
-        lent: dict[int, Tensor] = {}
-        for out in self.owned:
-            if not out.lent:
-                before = out.tensors
-                out.lend()
-                lent.update((id(tensor), alias) for tensor, alias in zip(before, out.tensors, strict=True))
-        self._own = [lent.get(id(tensor), tensor) for tensor in self._own]
-
-    @property
-    def num_output_bytes(self) -> int:
-        """Bytes of its own outputs."""
-        return sum(out.num_bytes for out in self.owned)
-
     @property
     def num_bytes(self) -> int:
-        """Bytes of this instance's input buffers and outputs; lent ones are shared with other graphs."""
-        return self._staging.num_bytes + self.num_output_bytes
+        """Bytes that this instance alone keeps allocated: outputs it hands out, and on the host its input buffers."""
+        staging = 0 if self._arena.device.shares_memory else self._staging.num_bytes
+        return staging + sum(out.num_bytes for out in self.owned)
 
     def release(self) -> None:
         """Give the graph and its memory back; outputs that callers hold stay valid."""
@@ -179,7 +158,5 @@ class Instance:
 
 def _by_storage(own: Sequence[Tensor], foreign: set[int]) -> list[OwnedOutput]:
     """The storages of output tensors that belong to the graph, as constants of compiled code do not."""
-    tensors: dict[int, list[Tensor]] = {}
-    for tensor in own:
-        tensors.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-    return [OwnedOutput(group) for storage, group in tensors.items() if storage not in foreign]
+    first = {tensor.untyped_storage()._cdata: tensor for tensor in reversed(own)}
+    return [OwnedOutput(tensor) for storage, tensor in first.items() if storage not in foreign]

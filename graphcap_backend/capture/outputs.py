@@ -71,31 +71,27 @@ _OWN_REFERENCES = _own_references()
 
 
 class OwnedOutput:
-    """One storage that a graph writes outputs into, and the tensors in it that are handed out.
+    """One storage that a graph hands outputs out of.
 
     ``in_use`` compares the storage's reference count with what it was when nobody but the graph held
     it, so views, tensors saved by autograd, ``.grad`` and holders in C++ all count. The Python object of a
     storage is one holder for C++ however many hold it in Python, so references to that are counted too.
-
-    Owned memory is set aside in the pool; ``lend`` gives it back for graphs captured later to use as
-    well. Those must then not be replayed while a caller holds the output, and the other way round.
     """
 
-    __slots__ = ("_probe", "address", "lent", "num_bytes", "released", "storage", "tensors")
+    __slots__ = ("_probe", "address", "num_bytes", "released", "storage")
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        storage = tensors[0].untyped_storage()
-        self.tensors = tensors
+    def __init__(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
         self.storage = storage._cdata
         self.address = storage.data_ptr()
         self.num_bytes = storage.nbytes()
         self.released = False
-        self.lent = False
         self._probe: Probe = (self.storage, 0, storage)
 
     def set_baseline(self) -> None:
         """Call once, when only the graph holds the storage."""
-        self._probe = (self.storage, self.use_count(), self.tensors[0].untyped_storage())
+        storage, _, wrapper = self._probe
+        self._probe = (storage, self.use_count(), wrapper)
 
     def raise_baseline(self, by: int) -> None:
         """A graph holds the storage ``by`` times more (or, negative, less) than before."""
@@ -113,20 +109,16 @@ class OwnedOutput:
         """What ``any_in_use`` takes: always the same tuple, since it alone may refer to the storage's object."""
         return self._probe
 
-    def lend(self) -> None:
-        """Give the memory back to the pool and hand out from the same addresses all the same. Only when idle."""
-        self.tensors = unowned_aliases(self.tensors)
-        self.storage = self.tensors[0].untyped_storage()._cdata
-        self.lent = True
-        self.set_baseline()
-
 
 def unowned_aliases(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors over the memory of ``tensors``, which share one storage, that do not keep it allocated."""
-    storage = tensors[0].untyped_storage()
+    """Tensors over the memory of ``tensors`` that do not keep it allocated; they alias each other as those do."""
     construct: Any = torch._C._construct_storage_from_data_pointer
-    unowned = construct(storage.data_ptr(), tensors[0].device, storage.nbytes())
-    return [_over(unowned, tensor) for tensor in tensors]
+    unowned: dict[int, Any] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in unowned:
+            unowned[storage._cdata] = construct(storage.data_ptr(), tensor.device, storage.nbytes())
+    return [_over(unowned[tensor.untyped_storage()._cdata], tensor) for tensor in tensors]
 
 
 def plan_outputs(

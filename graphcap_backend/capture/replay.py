@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("graphcap_backend")
 
 _WARM_KEYS_PER_GRAPH = 4
+_LARGE_OUTPUTS_BYTES = 1 << 20
 
 
 def _same_addresses_in_python(tensors: list[Any], addresses: list[int], indices: list[int]) -> bool:
@@ -69,6 +70,8 @@ class Callee:
     mutated: tuple[int, ...] = ()
     donated: frozenset[int] = frozenset()
     constants: tuple[Tensor, ...] = ()
+    outputs_may_be_copied: bool = False
+    """Whether large outputs may be copied at every call to save memory; not when they are saved activations."""
     where: str | None = None
     """The user's line, for messages."""
 
@@ -104,8 +107,8 @@ class Family:
     refused: SkipReason | None = None
     full: bool = False
     """Whether capturing one more instance has failed."""
-    keeps: bool = False
-    """Whether its graphs keep their outputs' memory to themselves."""
+    copies_only: bool = False
+    """Whether outputs are always copied: large ones, whose copy costs little beside the work that makes them."""
 
     def instances(self) -> list[Instance]:
         return [*self.aliasing, *([self.copying] if self.copying else [])]
@@ -144,7 +147,8 @@ class Replayed:
         self._current_stream = self._arena.device.current_stream
         self._roles: InputRoles | None = None
         self._families: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
-        self._warm: OrderedDict[tuple[Any, ...], None] = OrderedDict()
+        self._warm: OrderedDict[tuple[Any, ...], bool] = OrderedDict()
+        """Keys that ran once, and whether their outputs are to be copied rather than handed out."""
         self._last_addresses: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
         self._current: Family | None = None
         self._static: list[int] = []
@@ -236,9 +240,16 @@ class Replayed:
                 key = self._key(inputs)
             reason = self._not_yet(key)
             if reason is not None:
-                return self._uncaptured(inputs, reason)
+                num_input_bytes = _num_bytes(inputs)
+                outputs = self._uncaptured(inputs, reason)
+                if key in self._warm:
+                    self._warm[key] = self.callee.outputs_may_be_copied and _copies_cheaply(
+                        num_input_bytes, _num_bytes(outputs)
+                    )
+                return outputs
             family = Family(key, self._at_their_inputs(key[2]), written_ranges(inputs, self._roles_met()))
             family.refused = refuse_layout(inputs, self._roles_met())
+            family.copies_only = self._warm[key]
             self._keep(family)
             if family.refused is not None:
                 self._on_skip(family.refused)
@@ -302,7 +313,7 @@ class Replayed:
         static = [i for i in self._static if i not in volatile]
         self._roles = assign_roles(inputs, static, self.callee.mutated)
         self._static, self._copied = static, self._roles.copied
-        self._warm[self._key(inputs)] = None  # it ran at this shape before
+        self._warm[self._key(inputs)] = False  # it ran at this shape before
         return True
 
     def _not_yet(self, key: tuple[Any, ...]) -> SkipKind | None:
@@ -311,7 +322,7 @@ class Replayed:
         if sizes is not None and not all(value in sizes for value in key[0]):
             return SkipKind.SIZE_NOT_LISTED
         if key not in self._warm:
-            self._warm[key] = None
+            self._warm[key] = False
             while len(self._warm) > _WARM_KEYS_PER_GRAPH * self._limits.max_graphs:
                 self._warm.popitem(last=False)
             return SkipKind.WARM_UP
@@ -344,14 +355,13 @@ class Replayed:
 
     def _open_instance(self, family: Family, inputs: list[Any]) -> Instance | None:
         """An instance that may be replayed now, captured if need be; None when capturing fails."""
-        self._drop_retired(family)
         for instance in family.aliasing:
             if instance.idle():
                 return instance
-        copies = len(family.aliasing) >= self._limits.max_held_instances
+        copies = family.copies_only or len(family.aliasing) >= self._limits.max_held_instances
         if copies and family.copying is not None:
-            return family.copying if family.copying.idle() else None
-        if family.full or not self._arena.make_room():
+            return family.copying
+        if family.full:
             return None
         captured = self._capture(family, inputs, copies)
         if captured is None:
@@ -363,14 +373,7 @@ class Replayed:
             family.aliasing.append(captured)
         if self._on_capture is not None:
             self._on_capture(captured)
-        return captured if captured.idle() else None
-
-    def _drop_retired(self, family: Family) -> None:
-        for instance in [instance for instance in family.aliasing if instance.retired]:
-            family.keeps = True
-            if instance.unused():
-                family.aliasing.remove(instance)
-                self._release_instance(instance)
+        return captured
 
     def _capture(self, family: Family, inputs: list[Any], copies: bool) -> Instance | None:
         try:
@@ -383,9 +386,7 @@ class Replayed:
                     arena=self._arena,
                     donated=self.callee.donated,
                     constants=self.callee.constants,
-                    turn=0 if copies else len(family.aliasing),
-                    copies=copies,
-                    keeps=family.keeps,
+                    turn=None if copies else len(family.aliasing),
                     annotations=self._annotations,
                 )
         except Exception as error:
@@ -432,6 +433,15 @@ class Replayed:
         with self._lock:
             while self._families:
                 self._release(self._families.popitem()[1])
+
+
+def _num_bytes(values: Sequence[Any]) -> int:
+    return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
+
+
+def _copies_cheaply(num_input_bytes: int, num_output_bytes: int) -> bool:
+    """Whether a key's outputs are large, and small beside what the work reads."""
+    return num_output_bytes >= _LARGE_OUTPUTS_BYTES and 2 * num_output_bytes <= num_input_bytes
 
 
 def _aligned_copy(tensor: Tensor) -> Tensor:
