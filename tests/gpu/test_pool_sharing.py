@@ -1,0 +1,116 @@
+"""Graphs of one pool use each other's memory: no order of calls and of kept results may show it.
+
+All values are small whole numbers in float32, so results are equal bit by bit whatever kernel makes them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphcap_backend import report
+
+ROWS = (512, 1024, 2048)
+
+
+@pytest.fixture(autouse=True)
+def _needs_cuda() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    torch._dynamo.reset()
+
+
+def _whole_numbers(*size: int) -> Tensor:
+    return torch.randint(-8, 9, size, device="cuda").float()
+
+
+def _functions() -> list[Callable[[Tensor], Tensor]]:
+    weight = _whole_numbers(512, 512).sign()
+
+    def first(x: Tensor) -> Tensor:
+        return (torch.relu(x @ weight) @ weight).remainder(97)
+
+    def second(x: Tensor) -> Tensor:
+        return (x * 2 + x.flip(0)).cumsum(1).remainder(97)
+
+    def third(x: Tensor) -> Tensor:
+        return (x.roll(1, 0) @ weight + x).clamp(-60, 60)
+
+    return [first, second, third]
+
+
+def _fallbacks(functions: list[Callable[[Tensor], Tensor]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for function in functions:
+        for part in report(function).parts:
+            for kind, number in part.fallbacks.items():
+                total[kind] = total.get(kind, 0) + number
+    return total
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_calls_and_kept_results(seed: int) -> None:
+    rng = random.Random(seed)
+    eager = _functions()
+    compiled = [torch.compile(f, backend="graphcap", dynamic=False) for f in eager]
+    kept: list[tuple[Tensor, Tensor]] = []
+    with torch.no_grad():
+        for call in range(200):
+            x = _whole_numbers(rng.choice(ROWS), 512)
+            if kept and rng.random() < 0.5:
+                x = rng.choice(kept)[0]  # an output of a graph is the input of another
+            which = rng.randrange(3)
+            got, want = compiled[which](x), eager[which](x)
+            assert torch.equal(got, want), (call, which)
+            if rng.random() < 0.6:
+                kept.append((got, want))
+            while len(kept) > rng.randrange(1, 5):
+                kept.pop(rng.randrange(len(kept)))
+            for result, expected in kept:
+                assert torch.equal(result, expected), (call, which)
+    assert set(_fallbacks(compiled)) == {"warm_up"}
+
+
+def test_a_chain_settles_to_replays_only() -> None:
+    eager = _functions()
+    compiled = [torch.compile(f, backend="graphcap", dynamic=False) for f in eager]
+
+    def chain(functions: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+        for function in functions:
+            x = function(x)
+        return x
+
+    with torch.no_grad():
+        for _ in range(8):
+            for rows in ROWS:
+                x = _whole_numbers(rows, 512)
+                y = chain(compiled, x)
+                assert torch.equal(y, chain(eager, x))
+    assert _fallbacks(compiled) == {"warm_up": 9}
+
+
+def test_sizes_share_memory() -> None:
+    torch.cuda.empty_cache()
+    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(1024, 1024), torch.nn.ReLU())]
+    model = torch.nn.Sequential(*layers).cuda()
+    compiled = torch.compile(model, backend="graphcap", dynamic=False)
+    sizes = (1024, 2048, 4096, 8192)
+    with torch.no_grad():
+        for rows in sizes:  # compile and warm up, which need memory of their own
+            compiled(torch.randn(rows, 1024, device="cuda"))
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        for rows in sizes:
+            for _ in range(4):
+                x = torch.randn(rows, 1024, device="cuda")
+                y = compiled(x)
+            torch.testing.assert_close(y, model(x), rtol=1e-3, atol=1e-3)
+    del x, y
+    torch.cuda.empty_cache()
+    one_result = sizes[-1] * 1024 * 4
+    # Input buffer and three activations of the largest, and what does not fit between; all sizes live in there.
+    assert torch.cuda.memory_reserved() - before <= 5 * one_result
