@@ -145,10 +145,10 @@ class CaptureSession:
         target.prepare(undo, alone=PROCESS.num_active == 1)
         PROCESS.garbage.hold()
         undo.restore(PROCESS.garbage.release)
+        undo.on_failure(target.abort)
         if self._annotations is not None:
             self._recording = target.start_recording(self._annotations)
-            undo.on_failure(self._recording.discard)
-        undo.on_failure(target.abort)
+            undo.on_failure(self._recording.discard)  # before the abort, while the stream still captures
         target.begin(self._recording)
         if self._watched is not None:
             self._watch = target.watch_inputs(self._watched)
@@ -159,6 +159,7 @@ class CaptureSession:
         recording, target = self._recording, self._target
         if self._watch is not None:
             self._watch.stop()
+        target.check_capturing()  # stopping a recording looks at the nodes, which an invalid capture has lost
         if recording is not None:
             recording.stop()
         target.end(recording)

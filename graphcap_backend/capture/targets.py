@@ -54,6 +54,9 @@ class Target(Protocol):
     def note_cause(self, error: BaseException) -> None:
         """Add to an exception of the block what only the capture's state tells."""
 
+    def check_capturing(self) -> None:
+        """Raise CaptureError if the capture cannot be ended well any more."""
+
     def end(self, recording: Recording | None) -> None:
         """Leave capture mode with the captured graph in place; the watch, if any, has stopped."""
 
@@ -147,13 +150,16 @@ class CudaTarget:
             f"captured block{others}"
         )
 
+    def check_capturing(self) -> None:
+        status = driver.capture_info(self._stream.cuda_stream).status
+        if status is driver.CaptureStatus.INVALIDATED:
+            raise CaptureError(self._invalidated())
+        if status is driver.CaptureStatus.NONE:
+            raise CaptureError(f"{self._stream} is not capturing any more; somebody else ended the capture")
+
     def end(self, recording: Recording | None) -> None:
         with torch.cuda.stream(self._stream):  # the block may have left another one current
             info = driver.capture_info(self._stream.cuda_stream)
-            if info.status is driver.CaptureStatus.INVALIDATED:
-                raise CaptureError(self._invalidated())
-            if info.status is driver.CaptureStatus.NONE:
-                raise CaptureError(f"{self._stream} is not capturing any more; somebody else ended the capture")
             self.num_nodes = driver.num_nodes(info.graph)
             if self.num_nodes == 0:
                 driver.add_empty_node(info.graph)  # torch would warn; the session does, in better words
@@ -250,6 +256,9 @@ class HostTarget:
 
     def note_cause(self, error: BaseException) -> None:
         pass  # the host's own errors say it all
+
+    def check_capturing(self) -> None:
+        pass  # capture_end tells
 
     def begin(self, recording: Recording | None) -> None:
         self._graph.launch_listener = None if recording is None else recording.on_node
