@@ -67,10 +67,10 @@ def report(compiled: Callable[..., Any]) -> Report:
     Raises:
         ValueError: ``compiled`` was not made by torch.compile with this backend.
     """
-    from graphcap_backend.backend import Region
+    from graphcap_backend.backend import Region, graphcap
 
-    wrapper = _compile_wrapper(compiled)
-    if wrapper is None:
+    wrapper: Any = _compile_wrapper(compiled)
+    if wrapper is None or wrapper.compiler_fn is not graphcap:
         raise ValueError(
             f"report() takes what torch.compile(..., backend='graphcap') returned, found {type(compiled).__name__}"
         )
@@ -106,7 +106,7 @@ def _report_part(region: Region, part: Part) -> PartReport:
     if replayed is None:
         assert part.skipped is not None
         return _row(part, "skipped", (part.skipped,), part.skipped.where)
-    families = [family for family in replayed.families if family.instances()]
+    families = [family for family in replayed.families if family.instances]
     reasons = [family.refused for family in replayed.families if family.refused]
     if replayed.refused:
         reasons.append(replayed.refused)
@@ -122,7 +122,7 @@ def _row(
     replayed: Replayed | None = None,
     families: list[Family] | None = None,
 ) -> PartReport:
-    instances = [instance for family in families or [] for instance in family.instances()]
+    instances = [instance for family in families or [] for instance in family.instances]
     return PartReport(
         name=part.name,
         kind=part.kind,
