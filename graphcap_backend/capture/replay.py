@@ -102,16 +102,13 @@ class Family:
     """By position among the inputs; 0 for those that are not static."""
     written: tuple[Range, ...] = ()
     """Memory of static inputs that is written to. Inputs that share it cannot be copied in."""
-    aliasing: list[Instance] = field(default_factory=list)
-    copying: Instance | None = None
+    instances: list[Instance] = field(default_factory=list)
+    """In the order in which calls look for an idle one: those that hand out aliases, then the copying one."""
     refused: SkipReason | None = None
     full: bool = False
     """Whether capturing one more instance has failed."""
     copies_only: bool = False
     """Whether outputs are always copied: large ones, whose copy costs little beside the work that makes them."""
-
-    def instances(self) -> list[Instance]:
-        return [*self.aliasing, *([self.copying] if self.copying else [])]
 
 
 class Replayed:
@@ -164,7 +161,7 @@ class Replayed:
     @property
     def num_replays(self) -> int:
         """Replays so far, those of released graphs included."""
-        live = sum(instance.num_replays for family in self.families for instance in family.instances())
+        live = sum(instance.num_replays for family in self.families for instance in family.instances)
         return live + self.num_replays_released
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
@@ -182,7 +179,7 @@ class Replayed:
             ):
                 if self._current_stream() != self._arena.last_stream:
                     self._arena.join_stream()
-                for instance in family.aliasing:
+                for instance in family.instances:
                     if instance.idle():
                         if not grad:
                             outputs = instance.replay(inputs)
@@ -355,27 +352,22 @@ class Replayed:
 
     def _open_instance(self, family: Family, inputs: list[Any]) -> Instance | None:
         """An instance that may be replayed now, captured if need be; None when capturing fails."""
-        for instance in family.aliasing:
+        for instance in family.instances:
             if instance.idle():
                 return instance
-        copies = family.copies_only or len(family.aliasing) >= self._limits.max_held_instances
-        if copies and family.copying is not None:
-            return family.copying
         if family.full:
             return None
-        captured = self._capture(family, inputs, copies)
+        turn = len(family.instances)
+        captured = self._capture(
+            family, inputs, None if family.copies_only or turn >= self._limits.max_held_instances else turn
+        )
         if captured is None:
             family.full = True
             return None
-        if copies:
-            family.copying = captured
-        else:
-            family.aliasing.append(captured)
-        if self._on_capture is not None:
-            self._on_capture(captured)
+        family.instances.append(captured)
         return captured
 
-    def _capture(self, family: Family, inputs: list[Any], copies: bool) -> Instance | None:
+    def _capture(self, family: Family, inputs: list[Any], turn: int | None) -> Instance | None:
         try:
             # Buffers made here must be usable outside inference mode, whatever mode this call is in.
             with torch.inference_mode(False), torch.no_grad():
@@ -386,13 +378,13 @@ class Replayed:
                     arena=self._arena,
                     donated=self.callee.donated,
                     constants=self.callee.constants,
-                    turn=None if copies else len(family.aliasing),
+                    turn=turn,
                     annotations=self._annotations,
                 )
         except Exception as error:
             # The capture has unwound itself; the uncaptured function serves this and later calls.
             logger.debug("capture of %s failed", self.callee.name, exc_info=True)
-            if not family.instances():
+            if not family.instances:
                 family.refused = SkipReason(
                     kind=SkipKind.CAPTURE_FAILED,
                     detail=f"capturing {self.callee.name} raised {type(error).__name__}: {error}",
@@ -421,7 +413,7 @@ class Replayed:
     def _release(self, family: Family) -> None:
         if self._current is family:
             self._current = None
-        for instance in family.instances():
+        for instance in family.instances:
             self._release_instance(instance)
 
     def _release_instance(self, instance: Instance) -> None:
