@@ -21,7 +21,8 @@ import torch
 from graphcap_backend import inductor
 from graphcap_backend.annotate.config import AnnotationConfig
 from graphcap_backend.annotate.origins import register_wrapper
-from graphcap_backend.capture.replay import Callee, Replayed, ReplayLimits, Witness
+from graphcap_backend.capture.callee import Callee, ReplayLimits, Witness
+from graphcap_backend.capture.replay import Replayed
 from graphcap_backend.capture.skip import SkipKind, SkipReason
 from graphcap_backend.errors import NotWarmedUpError, SkippedError
 from graphcap_backend.options import GraphcapOptions, split_options

@@ -18,13 +18,13 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from graphcap_backend.capture.arena import Arena
+from graphcap_backend.capture.callee import Callee, Family, ReplayLimits, Witness
 from graphcap_backend.capture.inputs import (
     InputRoles,
     assign_roles,
@@ -40,7 +40,6 @@ from graphcap_backend.errors import NotWarmedUpError
 
 if TYPE_CHECKING:
     from graphcap_backend.annotate.config import AnnotationConfig
-    from graphcap_backend.capture.device import Range
 
 logger = logging.getLogger("graphcap_backend")
 
@@ -56,59 +55,6 @@ def _same_addresses_in_python(tensors: list[Any], addresses: list[int], indices:
 _same_addresses: Callable[[list[Any], list[int], list[int]], bool] = getattr(
     torch._C, "_tensors_data_ptrs_at_indices_equal", _same_addresses_in_python
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Callee:
-    """What is captured: a compiled subgraph, a partition of one, or a whole compiled region."""
-
-    run: Callable[[list[Any]], Sequence[Any]]
-    """Takes a list of inputs, which it may clear, and returns the outputs."""
-    name: str
-    device: torch.device
-    static: tuple[int, ...] = ()
-    mutated: tuple[int, ...] = ()
-    donated: frozenset[int] = frozenset()
-    constants: tuple[Tensor, ...] = ()
-    outputs_may_be_copied: bool = False
-    """Whether large outputs may be copied at every call to save memory; not when they are saved activations."""
-    where: str | None = None
-    """The user's line, for messages."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplayLimits:
-    """Bounds on what one callable keeps captured."""
-
-    max_graphs: int = 64
-    max_held_instances: int = 2
-    capture_sizes: tuple[int, ...] | None = None
-
-
-@dataclass(slots=True)
-class Witness:
-    """The very objects that one call got and gave."""
-
-    inputs: tuple[Any, ...] = ()
-    outputs: tuple[Any, ...] = ()
-
-
-@dataclass(slots=True, eq=False)
-class Family:
-    """All instances captured for one key."""
-
-    key: tuple[Any, ...]
-    static_addresses: list[int]
-    """By position among the inputs; 0 for those that are not static."""
-    written: tuple[Range, ...] = ()
-    """Memory of static inputs that is written to. Inputs that share it cannot be copied in."""
-    instances: list[Instance] = field(default_factory=list)
-    """In the order in which calls look for an idle one: those that hand out aliases, then the copying one."""
-    refused: SkipReason | None = None
-    full: bool = False
-    """Whether capturing one more instance has failed."""
-    copies_only: bool = False
-    """Whether outputs are always copied: large ones, whose copy costs little beside the work that makes them."""
 
 
 class Replayed:
@@ -365,6 +311,8 @@ class Replayed:
             family.full = True
             return None
         family.instances.append(captured)
+        if self._on_capture is not None:
+            self._on_capture(captured)
         return captured
 
     def _capture(self, family: Family, inputs: list[Any], turn: int | None) -> Instance | None:
