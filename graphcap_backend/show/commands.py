@@ -82,7 +82,7 @@ def _with_text(rows: list[str], labels: list[str], capture: SavedCapture) -> Ite
         place = split_frame(label)
         text = capture.source_text.get(place[0], {}).get(place[1], "") if place else ""
         if text.strip():
-            yield f"{'':42}{text.strip()}"
+            yield f"{'':40}{text.strip()}"
 
 
 def _part_lines(part: SavedPart) -> Iterator[str]:

@@ -104,12 +104,12 @@ class Profile:
 
 
 def share_lines(shares: Sequence[Share], total: int) -> list[str]:
-    """A row of text per share: percent of ``total``, the part that is shared with others, the label."""
+    """A row of text per share: its percent of ``total``, how much of that is shared with others, the label."""
     rows = []
     for share in shares:
         percent = 100 * share.weight / total if total else 0.0
-        shared = f"{100 * share.shared / total:5.1f}% of it shared" if share.shared and total else ""
-        rows.append(f"{percent:6.1f}%  {shared:20}  {share.num_nodes:4d} nodes  {share.label}")
+        shared = f"{100 * share.shared / share.weight:3.0f}% of it shared" if share.shared else ""
+        rows.append(f"{percent:6.1f}%  {shared:18}  {share.num_nodes:4d} nodes  {share.label}")
     return rows
 
 
