@@ -233,7 +233,7 @@ def compile_with_hooks(
     from torch._inductor.utils import BoxedBool
 
     seam = _seam()
-    tag = _tag_nodes(gm)
+    tag = _tag_nodes(gm) + _aliasing(example_inputs)
 
     def inner(inner_gm: Any, inner_inputs: Any, **kwargs: Any) -> Any:
         # A backward is compiled when it first runs, on whatever thread; before 2.14 patched configuration is
@@ -280,6 +280,19 @@ def _tag_nodes(gm: torch.fx.GraphModule) -> str:
             node.meta["stack_trace"] = trace
         digest.update(trace.encode())
     return digest.hexdigest()[:16]
+
+
+def _aliasing(inputs: Sequence[Any]) -> str:
+    """Which inputs share memory, and where in it they lie; empty when none do.
+
+    The key of AOTAutograd's cache leaves it out, so a hit could bring code made for other overlaps.
+    """
+    by_storage: dict[int, list[str]] = {}
+    for i, value in enumerate(inputs):
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            place = f"{i}+{value.storage_offset()}"
+            by_storage.setdefault(value.untyped_storage()._cdata, []).append(place)
+    return ";".join(",".join(places) for places in by_storage.values() if len(places) > 1)
 
 
 def _quoted(origin: Mapping[str, Any]) -> str:
