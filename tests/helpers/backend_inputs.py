@@ -190,21 +190,23 @@ def check_overlapping_inputs(device: str) -> None:
 
     for function in (read, write):
         torch._dynamo.reset()
+        fast = compiled(function, device)
         for _ in range(6):
             base = torch.randn(12, device=device)
             arguments = [base[:6], base[3:9]]
             twins = copy_arguments(arguments)
-            assert_same(compiled(function, device)(*arguments), function(*twins))
+            assert_same(fast(*arguments), function(*twins))
             assert_same(arguments, twins)
         torch._dynamo.reset()
-        # Compiled for inputs that do not overlap, plain Inductor is wrong for overlapping ones too: it sets the values.
-        fast, plain = compiled(function, device), torch.compile(function)
+        fast = compiled(function, device)
         for i in range(12):
             base = torch.randn(12, device=device)
-            pairs = [(base[:6], base[6:]), (base[:6], base[3:9]), (base[:6], torch.randn(6, device=device))]
-            arguments = list(pairs[i % 3 if i > 5 else 0])
+            pairs = [(base[:6], base[6:]), (base[:6], torch.randn(6, device=device))]
+            if function is read:  # torch itself takes writing code, once compiled, for inputs that overlap too
+                pairs.append((base[:6], base[3:9]))
+            arguments = list(pairs[i % len(pairs) if i > 5 else 0])
             twins = copy_arguments(arguments)
-            assert_same(fast(*arguments), plain(*twins))
+            assert_same(fast(*arguments), function(*twins))
             assert_same(arguments, twins)
 
 
@@ -375,10 +377,7 @@ def check_many_inputs(device: str) -> None:
         return {name: sum(tensors) * factor for name, factor in factors.items()}  # type: ignore[misc]
 
     def arguments() -> list[Any]:
-        return [
-            inputs_of(device, 3, calls=20),
-            {"a": torch.randn(3, device=device), "b": torch.randn(2, 3, device=device)},
-        ]
+        return [inputs_of(device, 3, calls=20), dict(zip("ab", inputs_of(device, 2, 3, calls=2), strict=True))]
 
     fast = compiled(total, device)
     for _ in range(6):

@@ -1,0 +1,100 @@
+"""Shapes, caps, skips and reports on HostGraph: the scenarios of helpers/backend_shapes.py; options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import backend_shapes
+from helpers.backend_calls import Scenario, assert_captured, compiled, fresh_compiler, parts, scenario_name, scenarios
+
+from graphcap_backend import report
+from graphcap_backend.backend import graphcap
+from graphcap_backend.options import GraphcapOptions
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    with fresh_compiler():
+        yield
+
+
+@pytest.mark.parametrize("scenario", scenarios(backend_shapes), ids=scenario_name)
+def test_shapes(scenario: Scenario) -> None:
+    scenario("cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "named"),
+    [
+        ({"max_graph": 3}, ValueError, "max_graphs"),
+        ({"host_captures": True}, ValueError, "host_capture"),
+        ({"triton.cudagraph": True}, ValueError, "list_options"),
+        ({"max_graphs": 0}, ValueError, "at least 1"),
+        ({"max_graphs": True}, ValueError, "max_graphs"),
+        ({"max_held_instances": 1.5}, ValueError, "max_held_instances"),
+        ({"on_skip": "shout"}, ValueError, "'warn'"),
+        ({"capture_sizes": [1, "a"]}, ValueError, "capture_sizes"),
+        ({"capture_sizes": 4}, (TypeError, ValueError), "capture_sizes"),
+        ({"host_capture": "yes"}, TypeError, "host_capture"),
+    ],
+)
+def test_bad_options_name_the_valid_ones(options: dict[str, Any], error: Any, named: str) -> None:
+    fast = torch.compile(lambda x: x + 1, backend=graphcap, options=options)
+    with pytest.raises(Exception) as caught:
+        fast(torch.ones(2))
+    causes = [caught.value, caught.value.__cause__, getattr(caught.value, "inner_exception", None)]
+    assert any(isinstance(cause, error) for cause in causes), repr(caught.value)
+    assert named in str(caught.value)
+
+
+def test_options_are_a_frozen_dataclass() -> None:
+    options = GraphcapOptions(capture_sizes=[4, 8])  # type: ignore[arg-type]
+    assert options.capture_sizes == (4, 8)
+    with pytest.raises(AttributeError):
+        options.max_graphs = 3  # type: ignore[misc]
+
+
+def test_mode_and_inductor_options_reach_inductor() -> None:
+    seen = []
+
+    def note(graph: torch.fx.Graph) -> None:
+        seen.append((torch._inductor.config.max_autotune, torch._inductor.config.epilogue_fusion))
+
+    options = {"host_capture": True, "post_grad_custom_post_pass": note, "epilogue-fusion": False}
+    fast = torch.compile(backend_shapes.pooled, backend=graphcap, options=options)
+    x = torch.ones(3, 3)
+    for _ in range(3):
+        fast(x)
+    assert seen == [(False, False)]
+    assert_captured(fast)
+    torch._dynamo.reset()
+    fast = torch.compile(backend_shapes.pooled, backend=graphcap, mode="max-autotune-no-cudagraphs")
+    fast(x)
+    assert fast(x).equal(backend_shapes.pooled(x))
+    assert not torch._inductor.config.max_autotune
+    with pytest.raises(Exception, match="max-autotune"):
+        torch.compile(lambda x: x + 2, backend=graphcap, mode="fastest")(x)
+
+
+def test_on_the_cpu_without_host_capture_it_says_so_once() -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 2
+
+    with backend_shapes.messages() as seen:
+        fast = compiled(broken, "cuda")  # no host_capture
+        for _ in range(3):
+            assert fast(torch.ones(2)).tolist() == [4, 4]
+    assert len(seen) == 1
+    assert "host_capture" in seen[0]
+    assert [part.state for part in parts(fast)] == ["skipped", "skipped"]
+
+
+@pytest.mark.parametrize("thing", [lambda x: x, 3, torch.compile(lambda x: x, backend="eager")])
+def test_report_of_something_else(thing: Any) -> None:
+    with pytest.raises(ValueError, match=r"torch\.compile"):
+        report(thing)
