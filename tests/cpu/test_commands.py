@@ -57,7 +57,12 @@ def test_report_with_times(file: str, capsys: pytest.CaptureFixture[str]) -> Non
     out = capsys.readouterr().out
     assert "2.0 us on the GPU a call, over 2 calls" in out
     first = out.splitlines().index("by source line:") + 1
-    assert out.splitlines()[first].split() == "85.9% 14% of it shared 2 nodes /m/model.py:10:forward".split()
+    assert out.splitlines()[first].split() == [
+        "85.9%",
+        *("14%", "of", "it", "shared"),
+        *("2", "nodes"),
+        "/m/model.py:10:forward",
+    ]
     assert out.splitlines()[first + 1].strip() == "h = self.up(x)"
     assert "mlp" in out
     assert "0.2 us a call outside of the graphs" in out
@@ -116,8 +121,12 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_errors_are_one_line(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.json").touch()
     save_capture("c.json", saved(model_nodes()))

@@ -84,7 +84,7 @@ def test_an_interrupt_leaves_a_working_function() -> None:
 
 
 def test_wrong_function() -> None:
-    with pytest.raises(ValueError, match="torch.compile"):
+    with pytest.raises(ValueError, match=r"torch\.compile"):
         precapture(torch.relu, [torch.ones(1)])
 
 

@@ -150,13 +150,13 @@ def test_what_cannot_be_measured() -> None:
         profile_replays(g, 1, run=print)
     with pytest.raises(GraphcapError, match="needs a graph captured"):
         profile_replays(HostGraph())
-    with pytest.raises(ValueError, match="torch.compile"):
+    with pytest.raises(ValueError, match=r"torch\.compile"):
         profile_replays(torch.sin, torch.ones(1))
 
 
 def test_nothing_captured_says_why() -> None:
     compiled = torch.compile(lambda x: x + 1, backend="graphcap", options={"on_skip": "ignore"})
-    with pytest.raises(GraphcapError, match="found none after 3 calls(.|\n)*runs on the CPU"):
+    with pytest.raises(GraphcapError, match=r"found none after 3 calls(.|\n)*runs on the CPU"):
         profile_replays(compiled, torch.ones(3))
     assert not report(compiled).graphs
 

@@ -39,8 +39,8 @@ def _every_field() -> NodeList:
     return NodeList(
         [
             kernel(0, "k", cluster=(1, 2, 3), shared_mem_bytes=48, annotation={"name": "a", "deep": {"x": [1, None]}}),
-            Node(index=1, kind=NodeKind.MEMCPY, name="memcpy", memcpy=Memcpy(source="device", destination="host", num_bytes=8)),
-            Node(index=2, kind=NodeKind.MEMSET, name="memset", memset=Memset(value=7, element_bytes=4, num_bytes=64)),
+            Node(index=1, kind=NodeKind.MEMCPY, name="m", memcpy=Memcpy(source="host", destination="host", num_bytes=8)),
+            Node(index=2, kind=NodeKind.MEMSET, name="m", memset=Memset(value=7, element_bytes=4, num_bytes=64)),
             Node(index=3, kind=NodeKind.BATCH_MEM_OP, name="", mem_ops=("wait_value_32", "write_value_64")),
             Node(index=4, kind=NodeKind.MEM_ALLOC, name="", alloc_bytes=0, dependencies=(0, 1)),
             Node(index=5, kind=NodeKind.CHILD_GRAPH, name="", body=body, dependencies=(4,)),
@@ -106,7 +106,7 @@ def test_a_host_capture_with_scopes_and_stacks(tmp_path: Path) -> None:
 
 
 def test_annotation_values_that_json_does_not_know(tmp_path: Path) -> None:
-    annotation = {"name": "a", 3: (1, 2), ("t", 1): {4, 4}, "dtype": torch.float16}
+    annotation = {"name": "a", 3: (1, 2), ("t", 1): {4}, "dtype": torch.float16}
     save_capture(tmp_path / "c.json", saved(NodeList([kernel(0, annotation=annotation)])))
     loaded = load_capture(tmp_path / "c.json").graphs[0].nodes[0].annotation
     assert loaded == {"name": "a", "3": [1, 2], "('t', 1)": "{4}", "dtype": "torch.float16"}
@@ -202,5 +202,5 @@ def test_a_failing_save_leaves_the_old_file(tmp_path: Path) -> None:
 def test_what_can_be_saved() -> None:
     with pytest.raises(GraphcapError, match="needs a graph captured"):
         save_capture("unused.json", HostGraph())
-    with pytest.raises(ValueError, match="torch.compile"):
+    with pytest.raises(ValueError, match=r"torch\.compile"):
         save_capture("unused.json", len)

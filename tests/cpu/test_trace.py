@@ -68,7 +68,10 @@ def test_labels_of_a_replay(tmp_path: Path) -> None:
 
 
 def test_text_of_other_events_is_kept(tmp_path: Path) -> None:
-    odd = '{"traceEvents" : [ {"cat":"cpu_op","ts":1.00,"n":1E5,"x":"\\u00fc\\ttab\t"} ,\n\n{"ts": 12345678901234567890.125}\n]  }\n'
+    odd = (
+        '{"traceEvents" : [ {"cat":"cpu_op","ts":1.00,"n":1E5,"x":"\\u00fc\\ttab\t"} ,\n\n'
+        '{"ts": 12345678901234567890.125}\n]  }\n'
+    )
     (tmp_path / "src.json").write_text(odd)
     annotate_trace(tmp_path / "src.json", tmp_path / "dst.json", capture=saved(chain("a")))
     assert (tmp_path / "dst.json").read_text() == odd
@@ -293,8 +296,8 @@ def test_refusals(tmp_path: Path) -> None:
     annotate_trace(src, tmp_path / "dst.json", capture=saved(model_nodes()))
     with pytest.raises(ValueError, match="annotated already"):
         annotate_trace(tmp_path / "dst.json", tmp_path / "again.json", capture=saved(model_nodes()))
+    (tmp_path / "src.json.gz").write_bytes(gzip.compress(src.read_bytes())[:-30])
     with pytest.raises(ValueError, match="cut off"):
-        (tmp_path / "src.json.gz").write_bytes(gzip.compress(src.read_bytes())[:-30])
         annotate_trace(tmp_path / "src.json.gz", tmp_path / "new.json", capture=saved(model_nodes()))
 
 
@@ -318,7 +321,9 @@ base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start = time.perf_counter()
 done = annotate_trace("src.json", "dst.json", capture=saved(nodes))
 assert done.num_labelled == 100_000, done
-print(Path("src.json").stat().st_size, time.perf_counter() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) << 10)
+seconds = time.perf_counter() - start
+extra = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) << 10
+print(Path("src.json").stat().st_size, seconds, extra)
 """
 
 

@@ -73,7 +73,7 @@ def write_trace(path: Path, events: Iterable[Event]) -> Path:
 
 CPU_EVENTS: list[Event] = [
     {"ph": "M", "name": "process_name", "ts": 0, "pid": 0, "tid": 0, "args": {"name": "python"}},
-    {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 4242, "tid": 4242, "ts": 1.001, "dur": 2, "args": {"Ev Idx": 1}},
+    {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 42, "tid": 1, "ts": 1.001, "dur": 2, "args": {"Ev Idx": 1}},
     {"ph": "s", "cat": "ac2g", "id": 77, "name": "ac2g", "pid": 4242, "tid": 4242, "ts": 3},
     {"ph": "X", "cat": "user_annotation", "name": 'odd "name" \\ \u00fc {[', "pid": 1, "tid": 1, "ts": 5, "dur": 1e-3},
 ]  # fmt: skip
