@@ -88,7 +88,7 @@ class Reason(StrEnum):
     NO_GRAPH = "no captured graph has these kernels"
     SEVERAL_GRAPHS = "several captured graphs with different lines have these kernels"
     PARALLEL = "equal kernels on parallel branches"
-    UNKNOWN_ID = "graph node ids of a graph that was not captured here"
+    UNKNOWN_ID = "graph node ids of a graph that was not captured here, or of a conditional body"
 
 
 @dataclass(slots=True)
@@ -138,15 +138,21 @@ def _match_by_id(
     shapes: Sequence[_Shape],
     found: Matches,
 ) -> bool:
-    matched: list[tuple[int, tuple[int, Path]]] = []
+    matched: dict[int, tuple[int, Path]] = {}
     for event in replay:
         node = by_id.get(event.node_id)
+        if node is None:
+            continue
         # Ids of another process may be the same by chance; names then are not.
-        if node is None or shapes[node[0]].work_of(node[1]) != (event.category, _name_of(event)):
+        if shapes[node[0]].work_of(node[1]) != (event.category, _name_of(event)):
             return False
-        matched.append((event.number, node))
+        matched[event.number] = node
+    num_unknown = len(replay) - len(matched)
+    if not matched or (num_unknown and not all(shapes[graph].is_conditional for graph, _ in matched.values())):
+        return False
     found.nodes.update(matched)
     found.num_by_id += len(matched)
+    found.unlabelled[Reason.UNKNOWN_ID] += num_unknown
     return True
 
 
@@ -190,6 +196,8 @@ class _Shape:
 
     def __init__(self, number: int, graph: TraceGraph) -> None:
         self.number = number
+        self.is_conditional = any(node.kind == "conditional" for node in graph.nodes)
+        """Whether it runs nodes whose ids are not known."""
         self._order = _Order(graph.nodes)
         self._work = {
             path: _Work(path, category, _shown_name(node), _shape_of(node))

@@ -39,7 +39,7 @@ def _every_field() -> NodeList:
     return NodeList(
         [
             kernel(0, "k", cluster=(1, 2, 3), shared_mem_bytes=48, annotation={"name": "a", "deep": {"x": [1, None]}}),
-            Node(index=1, kind=NodeKind.MEMCPY, name="m", memcpy=Memcpy(source="host", destination="host", num_bytes=8)),
+            Node(index=1, kind=NodeKind.MEMCPY, name="", memcpy=Memcpy(source="host", destination="host", num_bytes=8)),
             Node(index=2, kind=NodeKind.MEMSET, name="m", memset=Memset(value=7, element_bytes=4, num_bytes=64)),
             Node(index=3, kind=NodeKind.BATCH_MEM_OP, name="", mem_ops=("wait_value_32", "write_value_64")),
             Node(index=4, kind=NodeKind.MEM_ALLOC, name="", alloc_bytes=0, dependencies=(0, 1)),

@@ -215,7 +215,7 @@ def test_graph_node_ids_decide(tmp_path: Path) -> None:
         "graph 1"
     ] * 3
     assert (done.num_labelled, done.num_labelled_by_id) == (6, 6)
-    assert done.unlabelled == {"graph node ids of a graph that was not captured here": 3}
+    assert done.unlabelled == {"graph node ids of a graph that was not captured here, or of a conditional body": 3}
 
 
 def test_ids_of_another_process_fall_back_to_order(tmp_path: Path) -> None:
@@ -225,6 +225,18 @@ def test_ids_of_another_process_fall_back_to_order(tmp_path: Path) -> None:
     done, found = _annotate(tmp_path, replay(nodes, 5, 100, exec_id=22), capture)
     assert _nodes_found(found) == [0, 1, 2]
     assert (done.num_labelled, done.num_labelled_by_id) == (3, 0)
+
+
+def test_conditional_bodies_by_id(tmp_path: Path) -> None:
+    """How often a body runs, and with which ids, nobody knows; the nodes around it are certain."""
+    condition = Node(index=1, kind=NodeKind.CONDITIONAL, name="", body=chain("inner"), dependencies=(0,))
+    nodes = NodeList([kernel(0, "before"), condition, kernel(2, "after", dependencies=(1,))])
+    ran = [(nodes[0], 0), (kernel(0, "inner"), 7), (kernel(0, "inner"), 7), (nodes[2], 2)]
+    events = [launch(5, 100)]
+    events += [gpu_event(node, 5, 110 + at, **{"graph node id": 21 << 32 | i}) for at, (node, i) in enumerate(ran)]
+    done, found = _annotate(tmp_path, events, saved(nodes, exec_ids=(21,)))
+    assert _nodes_found(found) == [0, None, None, 2]
+    assert (done.num_labelled_by_id, done.num_unlabelled) == (2, 2)
 
 
 def test_child_graphs_by_id_and_by_order(tmp_path: Path) -> None:
