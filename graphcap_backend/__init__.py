@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from graphcap_backend.options import GraphcapOptions
     from graphcap_backend.show.flame import write_flame_graph
     from graphcap_backend.show.measure import profile_replays
+    from graphcap_backend.show.page import write_page
     from graphcap_backend.show.precapture import precapture
     from graphcap_backend.show.profile import Profile
     from graphcap_backend.show.saved import SavedCapture, load_capture, save_capture
@@ -94,6 +95,7 @@ __all__ = [
     "resolve_pending_annotations",
     "save_capture",
     "write_flame_graph",
+    "write_page",
 ]
 
 # Module (below this package) -> the public names it defines.
@@ -116,6 +118,7 @@ _HOMES = {
     "options": ("GraphcapOptions",),
     "show.flame": ("write_flame_graph",),
     "show.measure": ("profile_replays",),
+    "show.page": ("write_page",),
     "show.precapture": ("precapture",),
     "show.profile": ("Profile",),
     "show.saved": ("SavedCapture", "load_capture", "save_capture"),

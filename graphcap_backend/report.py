@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ if TYPE_CHECKING:  # the package's __init__ loads this module, and must load no 
     from graphcap_backend.capture.record import CapturedGraph
     from graphcap_backend.capture.replay import Replayed
     from graphcap_backend.capture.skip import SkipReason
+    from graphcap_backend.show.profile import Profile
 
 logger = logging.getLogger("graphcap_backend")
 
@@ -55,6 +57,17 @@ class Report:
     def graphs(self) -> tuple[Any, ...]:
         """The captured graph objects, oldest first within each part."""
         return tuple(graph for part in self.parts for graph in part.graphs)
+
+    def to_html(self, path: str | os.PathLike[str], profile: Profile | None = None) -> None:
+        """Write all that is known of the graphs to one HTML page; see :func:`write_page`.
+
+        Raises:
+            ValueError: ``profile`` is not what :func:`profile_replays` gave.
+            OSError: the file can't be written.
+        """
+        from graphcap_backend.show.page import write_page
+
+        write_page(self, path, profile)
 
     def __str__(self) -> str:
         if not self.parts:

@@ -13,7 +13,7 @@ from graphcap_backend.capture.nodes import NodeList
 from graphcap_backend.capture.skip import SkipReason
 from graphcap_backend.errors import GraphcapError
 from graphcap_backend.files import written_whole
-from graphcap_backend.report import PartReport, report
+from graphcap_backend.report import PartReport, Report, report
 from graphcap_backend.show.profile import Profile
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ def save_capture(path: str | os.PathLike[str], compiled_or_graph: Any) -> SavedC
     that JSON does not know are saved as their ``repr``.
 
     Args:
-        compiled_or_graph: a function or module compiled with the graphcap backend; a graph captured by
-            ``graph``; or what :func:`profile_replays` or :func:`load_capture` gave.
+        compiled_or_graph: a function or module compiled with the graphcap backend, or its report; a graph
+            captured by ``graph``; or what :func:`profile_replays` or :func:`load_capture` gave.
 
     Raises:
         ValueError, GraphcapError: it is none of these.
@@ -123,7 +123,7 @@ def snapshot(compiled_or_graph: Any) -> SavedCapture:
         return _with_sources([_saved_graph(captured, "graph")], ())
     if hasattr(compiled_or_graph, "capture_begin"):
         capture_nodes(compiled_or_graph)  # raises, saying what such a graph is expected to be
-    rows = report(compiled_or_graph).parts
+    rows = (compiled_or_graph if isinstance(compiled_or_graph, Report) else report(compiled_or_graph)).parts
     graphs: list[SavedGraph] = []
     parts = []
     for row in rows:
