@@ -110,7 +110,8 @@ def test_data_holds_every_node_and_time() -> None:
     assert copy["facts"] == {"copies": "4,096 bytes, host to device"}
     assert gemm["scopes"] == ["mlp"]
     lines = [data["frames"][frame] for frame in fused["sources"]]
-    assert [(data["files"][line["file"]]["path"], line["line"]) for line in lines] == [("/m/model.py", 10), ("/m/model.py", 11)]  # fmt: skip
+    places = [(data["files"][line["file"]]["path"], line["line"]) for line in lines]
+    assert places == [("/m/model.py", 10), ("/m/model.py", 11)]
     assert data["files"][0]["lines"] == {10: "h = self.up(x)", 11: "return self.down(gelu(h)) + x"}
 
 

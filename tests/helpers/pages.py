@@ -28,7 +28,8 @@ def ten_nodes() -> NodeList:
             kernel(4, "right", dependencies=(2,), sources=(down,)),
             kernel(5, "join", dependencies=(3, 4), sources=(down,)),
             Node(index=6, kind=NodeKind.CHILD_GRAPH, name="child", dependencies=(5,), body=body),
-            kernel(7, EVIL, dependencies=(6,), sources=(f"/m/{EVIL}.py:1:{EVIL}",), annotation={"name": EVIL, "k": [EVIL]}),
+            kernel(7, EVIL, dependencies=(6,), sources=(f"/m/{EVIL}.py:1:{EVIL}",),
+                   annotation={"name": EVIL, "k": [EVIL]}),
             kernel(8, "late", dependencies=(1, 7)),
             kernel(9, "alone", dependencies=()),
         ]
