@@ -88,9 +88,8 @@ def _counted(number: int, noun: str) -> str:
 def _time(nanoseconds: float) -> str:
     for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
         if nanoseconds >= size:
-            return (
-                f"{nanoseconds / size:.3g} {unit}" if nanoseconds < 100 * size else f"{nanoseconds / size:.0f} {unit}"
-            )
+            number = nanoseconds / size
+            return f"{number:.3g} {unit}" if number < 100 else f"{number:.0f} {unit}"
     return f"{nanoseconds:.0f} ns"
 
 

@@ -44,8 +44,8 @@ class Browser:
         self._from, theirs_out = os.pipe()
         # The browser reads commands from its file 3 and writes answers to its file 4; a shell puts them there.
         command = [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-                   "--no-first-run", "--disable-background-networking", "--hide-scrollbars", f"--user-data-dir={self._profile.name}",
-                   "--remote-debugging-pipe", "about:blank"]  # fmt: skip
+                   "--no-first-run", "--disable-background-networking", "--hide-scrollbars",
+                   f"--user-data-dir={self._profile.name}", "--remote-debugging-pipe", "about:blank"]  # fmt: skip
         self._process = subprocess.Popen(
             ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", *command],
             pass_fds=(theirs_in, theirs_out),
