@@ -1,0 +1,185 @@
+"""The backend's scenarios on CUDA: the same as on HostGraph, and those that only a GPU has."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import backend_inputs, backend_life, backend_models, backend_outputs, backend_shapes, backend_training
+from helpers.backend_calls import (
+    Scenario,
+    assert_captured,
+    assert_same,
+    compiled,
+    fresh_compiler,
+    inputs_of,
+    parts,
+    scenario_name,
+    scenarios,
+)
+from torch import Tensor, nn
+
+# Dynamo of torch 2.14 asks inputs that are no leaves for their gradient; Inductor recommends TF32.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
+
+TOPICS = (backend_outputs, backend_training, backend_inputs, backend_shapes, backend_life, backend_models)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    with fresh_compiler():
+        yield
+
+
+@pytest.mark.parametrize("scenario", [s for topic in TOPICS for s in scenarios(topic)], ids=scenario_name)
+def test_scenario(scenario: Scenario) -> None:
+    scenario("cuda")
+
+
+def wave(x: Tensor) -> Tensor:
+    return (x * 2 + 1) * x.flip(0)
+
+
+def test_partitions_round_work_that_cannot_be_captured() -> None:
+    def mixed(x: Tensor) -> Tensor:
+        y = (x + 1).relu()
+        moved = y.cpu() * 2  # on the CPU: splits the graph
+        return moved.to(x.device).sin() + y
+
+    fast = compiled(mixed, "cuda", graph_partition=True)
+    held = []
+    for x in inputs_of("cuda", 64, calls=8):
+        held.append((fast(x), mixed(x)))
+        for got, expected in held[-2:]:
+            assert_same(got, expected)
+    found = parts(fast)
+    assert any(part.num_partitions > 1 and part.state == "captured" for part in found) or all(
+        part.reasons for part in found
+    ), [str(part) for part in found]
+
+
+def test_cpu_scalar_input_follows_the_call() -> None:
+    def scale(x: Tensor, factor: Tensor) -> Tensor:
+        return (x * factor).sin() + factor
+
+    fast = compiled(scale, "cuda")
+    for i, x in enumerate(inputs_of("cuda", 16, calls=8)):
+        factor = torch.tensor(float(i))
+        assert_same(fast(x, factor), scale(x, factor))
+
+
+def test_tensors_of_two_devices() -> None:
+    def move(x: Tensor, y: Tensor) -> Tensor:
+        return x * 2 + y.to(x.device)
+
+    fast = compiled(move, "cuda")
+    for x in inputs_of("cuda", 16):
+        y = torch.randn(16)
+        assert_same(fast(x, y), move(x, y))
+
+
+def test_calls_on_several_streams() -> None:
+    """A replay is ordered behind the last one, and behind the inputs of its own stream."""
+    fast = compiled(wave, "cuda")
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    for i in range(24):
+        with torch.cuda.stream(streams[i % 3]):
+            x = torch.full((1 << 16,), float(i), device="cuda")
+            for _ in range(20):
+                x = x + 1  # work that the copy-in must wait for
+            y = fast(x)
+            results.append((y, wave(x)))
+        if i % 5 == 0:
+            results = results[-2:]
+    torch.cuda.synchronize()
+    for got, expected in results:
+        assert_same(got, expected)
+
+
+def test_reserved_memory_is_flat_over_200_rounds() -> None:
+    def measure() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    def build() -> Any:
+        return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).cuda()
+
+    reserved = []
+    for number in range(200):
+        model = build()
+        fast = compiled(model, "cuda")
+        with torch.no_grad():
+            for x in inputs_of("cuda", 64, 256, calls=3):
+                y = fast(x)
+        if number % 50 == 0:
+            assert_same(y, model(x), rtol=1e-3, atol=1e-4)
+            assert parts(fast)[0].num_replays == 2
+        del model, fast, x, y
+        torch._dynamo.reset()
+        if number % 20 == 19:
+            reserved.append(measure())
+    assert max(reserved[1:]) <= reserved[0]
+
+
+def test_outputs_of_more_memory_than_inputs_are_given_back_by_del() -> None:
+    def grow(x: Tensor) -> Tensor:
+        return x.repeat(1 << 10, 1) * 2
+
+    fast = compiled(grow, "cuda")
+    before = torch.cuda.memory_allocated()
+    for x in inputs_of("cuda", 16, 256):
+        fast(x)
+    del fast, x
+    torch._dynamo.reset()
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before + 16 * 256 * 4 * 6
+
+
+def test_results_are_right_when_the_caching_allocator_is_under_way() -> None:
+    """Eager work allocates and frees between calls: it never gets memory that a graph writes to."""
+    fast = compiled(wave, "cuda")
+    bystanders: list[tuple[Tensor, float]] = []
+    for i, x in enumerate(inputs_of("cuda", 512, calls=30)):
+        y = fast(x)
+        bystanders.append((torch.full((512,), float(i), device="cuda"), float(i)))
+        assert_same(y, wave(x))
+        del y
+        for tensor, value in bystanders:
+            assert tensor.eq(value).all()
+        if i % 7 == 6:
+            bystanders.clear()
+    assert_captured(fast)
+
+
+def test_current_device_and_stream_are_left_alone() -> None:
+    fast = compiled(wave, "cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for x in inputs_of("cuda", 8):
+            fast(x)
+            assert torch.cuda.current_stream() == stream
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+def test_second_device() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    fast = compiled(wave, "cuda")
+    for x in inputs_of("cuda:1", 8):
+        y = fast(x)
+        assert y.device.index == 1
+        assert_same(y, wave(x))
+        assert torch.cuda.current_device() == 0
+    for part in parts(fast):
+        assert part.state == "captured"
