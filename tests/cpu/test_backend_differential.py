@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 PROGRAMS = 18
 """Each costs some compiles of C++ code; sequences cost next to nothing."""
-SEQUENCES = 16
+SEQUENCES = 24
 
 
 @pytest.fixture(autouse=True)

@@ -239,15 +239,15 @@ class CallSequence:
                 side.losses.clear()  # forwards whose backward never runs
 
     def _change_weights(self) -> None:
-        how, value = self.rng.randrange(8), self._fresh(WIDTH, WIDTH) * 0.5
+        how, value = self.rng.randrange(40), self._fresh(WIDTH, WIDTH) * 0.5
         for side in self.sides:
             weight = side.module.weight
             if how == 0:
                 weight.data = value.clone()
-            elif how == 1 and not side.losses:  # autograd rightly refuses it while a backward waits
+            elif how < 6 and not side.losses:  # autograd rightly refuses it while a backward waits
                 with torch.no_grad():
                     weight.mul_(0.9).add_(value, alpha=0.1)
-            elif how == 2:
+            elif how == 6:
                 side.module.seen.zero_() if not side.losses else None
 
     def _compare(self) -> None:
