@@ -520,17 +520,22 @@ _KERNEL_DEFINITION = re.compile(r"^(\w+) = \w*async_compile\.cpp_pybinding\((\[[
 
 def _host_kernels(module: ModuleType) -> dict[str, Sequence[str]]:
     """Names of the C++ kernels of a generated module, with their C++ argument types."""
-    path = getattr(module, "__file__", None)
-    try:
-        source = Path(path).read_text() if path else ""
-    except OSError:  # the cache's files may be gone; the loaded functions are not
-        source = ""
-    types = {name: ast.literal_eval(text) for name, text in _KERNEL_DEFINITION.findall(source)}
+    types = _argument_types(getattr(module, "__file__", None) or "")
     return {
         name: types.get(name, ())
         for name, value in vars(module).items()
         if isinstance(value, _KernelPatch) or (isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel")
     }
+
+
+@functools.lru_cache(maxsize=1024)
+def _argument_types(path: str) -> Mapping[str, Sequence[str]]:
+    """C++ argument types of the kernels that a generated file defines; its name tells its content."""
+    try:
+        source = Path(path).read_text() if path else ""
+    except OSError:  # the cache's files may be gone; the loaded functions are not
+        source = ""
+    return {name: ast.literal_eval(text) for name, text in _KERNEL_DEFINITION.findall(source)}
 
 
 def _patch_module(module: ModuleType, sink: HostKernelSink) -> None:

@@ -125,6 +125,7 @@ def _report_part(region: Region, part: Part) -> PartReport:
     if replayed.refused:
         reasons.append(replayed.refused)
     state = "captured" if families else "refused" if reasons else "warm"
+    reasons += replayed.notices
     return _row(part, state, tuple(reasons), replayed.callee.where, replayed, families)
 
 

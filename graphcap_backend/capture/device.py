@@ -34,6 +34,7 @@ class Device(Protocol):
     shares_memory: bool
     """Whether graphs share a pool: input buffers come from it, and outputs may be lent to it."""
 
+    def num_bytes_allocated(self) -> int: ...
     def new_graph(self) -> Any: ...
     def launcher(self, graph: Any) -> Callable[[], None]: ...
     def new_pool(self) -> Any: ...
@@ -53,6 +54,10 @@ class CudaDevice:
         self.is_capturing = torch._C._cuda_isCurrentStreamCapturing
         self._index = index
         self.current_stream: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, index)
+
+    def num_bytes_allocated(self) -> int:
+        """Bytes allocated since the process began, freed ones included."""
+        return int(torch.cuda.memory_stats(self._index).get("allocated_bytes.all.allocated", 0))
 
     def new_graph(self) -> torch.cuda.CUDAGraph:
         # The template stays, so that nodes can be read when somebody asks.
@@ -122,6 +127,10 @@ class HostDevice:
         from graphcap_backend.capture.host_recorder import HostRecorder
 
         return HostRecorder.on_this_thread() is not None
+
+    def num_bytes_allocated(self) -> int:
+        """Not known on the host."""
+        return 0
 
     def new_graph(self) -> Any:
         from graphcap_backend.capture.host import HostGraph

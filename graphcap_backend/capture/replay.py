@@ -35,6 +35,7 @@ from graphcap_backend.capture.inputs import (
     written_ranges,
 )
 from graphcap_backend.capture.instance import Instance
+from graphcap_backend.capture.key_history import Key, KeyHistory, num_bytes
 from graphcap_backend.capture.skip import SkipKind, SkipReason
 from graphcap_backend.errors import NotWarmedUpError
 
@@ -42,9 +43,6 @@ if TYPE_CHECKING:
     from graphcap_backend.annotate.config import AnnotationConfig
 
 logger = logging.getLogger("graphcap_backend")
-
-_WARM_KEYS_PER_GRAPH = 4
-_LARGE_OUTPUTS_BYTES = 1 << 20
 
 
 def _same_addresses_in_python(tensors: list[Any], addresses: list[int], indices: list[int]) -> bool:
@@ -89,20 +87,22 @@ class Replayed:
         self._is_capturing = self._arena.device.is_capturing
         self._current_stream = self._arena.device.current_stream
         self._roles: InputRoles | None = None
-        self._families: OrderedDict[tuple[Any, ...], Family] = OrderedDict()
-        self._warm: OrderedDict[tuple[Any, ...], bool] = OrderedDict()
-        """Keys that ran once, and whether their outputs are to be copied rather than handed out."""
-        self._last_addresses: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
+        self._families: OrderedDict[Key, Family] = OrderedDict()
+        self._keys = KeyHistory(limits, callee, on_skip)
         self._current: Family | None = None
         self._static: list[int] = []
         self._copied: tuple[int, ...] = ()
         self._dynamic = False
-        self._said_too_many = False
 
     @property
     def families(self) -> tuple[Family, ...]:
         """Captured keys, least recently used first."""
         return tuple(self._families.values())
+
+    @property
+    def notices(self) -> tuple[SkipReason, ...]:
+        """What about the calls, rather than about one key, stands against capturing."""
+        return tuple(self._keys.notices)
 
     @property
     def num_replays(self) -> int:
@@ -140,7 +140,7 @@ class Replayed:
             return self._other_way(inputs)
 
     def _run_inside(self, inputs: list[Any]) -> Sequence[Any]:
-        if not self._warm and self.callee.device.type == "cuda":
+        if not self._keys.any_warm and self.callee.device.type == "cuda":
             raise NotWarmedUpError(
                 f"{self.callee.name} is called for the first time inside a capture, where its kernels cannot be "
                 "loaded or tuned. Call the compiled function once with such inputs before the capture."
@@ -158,7 +158,7 @@ class Replayed:
             witness.inputs, witness.outputs = given, tuple(outputs)
         return outputs
 
-    def _key(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    def _key(self, inputs: Sequence[Any]) -> Key:
         roles = self._roles
         assert roles is not None
         values = tuple(inputs[i] for i in roles.values)
@@ -181,18 +181,12 @@ class Replayed:
         if family is None:
             if self._demote_volatile(inputs, key):
                 key = self._key(inputs)
-            reason = self._not_yet(key)
+            reason = self._keys.not_yet(key, num_captured=len(self._families), num_captures=self.num_captures)
             if reason is not None:
-                num_input_bytes = _num_bytes(inputs)
-                outputs = self._uncaptured(inputs, reason)
-                if key in self._warm:
-                    self._warm[key] = self.callee.outputs_may_be_copied and _copies_cheaply(
-                        num_input_bytes, _num_bytes(outputs)
-                    )
-                return outputs
+                return self._run_once(inputs, key, reason)
             family = Family(key, self._at_their_inputs(key[2]), written_ranges(inputs, self._roles_met()))
             family.refused = refuse_layout(inputs, self._roles_met())
-            family.copies_only = self._warm[key]
+            family.copies_only = self._keys.copies_outputs(key)
             self._keep(family)
             if family.refused is not None:
                 self._on_skip(family.refused)
@@ -231,16 +225,13 @@ class Replayed:
         self._dynamic = self._roles.dynamic
         return True
 
-    def _demote_volatile(self, inputs: Sequence[Any], key: tuple[Any, ...]) -> bool:
+    def _demote_volatile(self, inputs: Sequence[Any], key: Key) -> bool:
         """Have inputs copied in that Inductor takes for static but that come at another address each time.
 
         In a backward these are saved inputs of the user. Parameters get a graph per address instead
         (several modules may share one compiled function), and so do outputs of captured graphs.
         """
-        before = self._last_addresses.get(key[:2])
-        self._last_addresses[key[:2]] = key[2]
-        while len(self._last_addresses) > self._limits.max_graphs:
-            self._last_addresses.popitem(last=False)
+        before = self._keys.last_addresses(key)
         if before is None:
             return False
         volatile = {
@@ -251,29 +242,23 @@ class Replayed:
         if not volatile:
             return False
         self.release()
-        self._warm.clear()
-        self._last_addresses.clear()
+        self._keys.clear()
         static = [i for i in self._static if i not in volatile]
         self._roles = assign_roles(inputs, static, self.callee.mutated)
         self._static, self._copied = static, self._roles.copied
-        self._warm[self._key(inputs)] = False  # it ran at this shape before
+        self._keys.add_warm(self._key(inputs))  # it ran at this shape before
         return True
 
-    def _not_yet(self, key: tuple[Any, ...]) -> SkipKind | None:
-        """Why a key that has no graphs gets none at this call, or None when it is to be captured."""
-        sizes = self._limits.capture_sizes
-        if sizes is not None and not all(value in sizes for value in key[0]):
-            return SkipKind.SIZE_NOT_LISTED
-        if key not in self._warm:
-            self._warm[key] = False
-            while len(self._warm) > _WARM_KEYS_PER_GRAPH * self._limits.max_graphs:
-                self._warm.popitem(last=False)
-            return SkipKind.WARM_UP
-        if self.num_captures >= 2 * self._limits.max_graphs:
-            # Keys come and go faster than graphs pay for their capture.
-            self._say_too_many("no more shapes are captured")
-            return SkipKind.TOO_MANY_SHAPES
-        return None
+    def _run_once(self, inputs: list[Any], key: Key, reason: SkipKind) -> Sequence[Any]:
+        """Run a call uncaptured and look how large its outputs are beside the memory that it reads and makes."""
+        if reason is not SkipKind.WARM_UP or not self.callee.outputs_may_be_copied:
+            return self._uncaptured(inputs, reason)
+        device = self._arena.device
+        moved = num_bytes(inputs) - device.num_bytes_allocated()
+        outputs = self._uncaptured(inputs, reason)
+        moved += device.num_bytes_allocated()
+        self._keys.note_sizes(key, made=num_bytes(outputs), moved=moved)
+        return outputs
 
     def _keep(self, family: Family) -> None:
         """Enter a family, releasing the least recently used ones above the limit."""
@@ -281,20 +266,7 @@ class Replayed:
         while len(self._families) > self._limits.max_graphs:
             _, oldest = self._families.popitem(last=False)
             self._release(oldest)
-            self._say_too_many("the least recently used graph was released")
-
-    def _say_too_many(self, consequence: str) -> None:
-        if self._said_too_many:
-            return
-        self._said_too_many = True
-        self._on_skip(
-            SkipReason(
-                kind=SkipKind.TOO_MANY_SHAPES,
-                detail=f"{self.callee.name} was called with more than {self._limits.max_graphs} shapes; {consequence}",
-                where=self.callee.where,
-                advice="Pad inputs to fewer sizes, name them in capture_sizes, or raise max_graphs",
-            )
-        )
+            self._keys.say_too_many("the least recently used graph was released")
 
     def _open_instance(self, family: Family, inputs: list[Any]) -> Instance | None:
         """An instance that may be replayed now, captured if need be; None when capturing fails."""
@@ -373,15 +345,6 @@ class Replayed:
         with self._lock:
             while self._families:
                 self._release(self._families.popitem()[1])
-
-
-def _num_bytes(values: Sequence[Any]) -> int:
-    return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
-
-
-def _copies_cheaply(num_input_bytes: int, num_output_bytes: int) -> bool:
-    """Whether a key's outputs are large, and small beside what the work reads."""
-    return num_output_bytes >= _LARGE_OUTPUTS_BYTES and 2 * num_output_bytes <= num_input_bytes
 
 
 def _aligned_copy(tensor: Tensor) -> Tensor:

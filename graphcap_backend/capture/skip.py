@@ -21,6 +21,8 @@ class SkipKind(StrEnum):
     """An input overlaps itself, or a mutated input overlaps another one."""
     CAPTURE_FAILED = "capture_failed"
     TOO_MANY_SHAPES = "too_many_shapes"
+    CHANGING_NUMBER = "changing_number"
+    """A Python number, or a CPU scalar read as one, differs from call to call."""
     SIZE_NOT_LISTED = "size_not_listed"
     """The option ``capture_sizes`` does not name this size."""
     OUTPUTS_HELD = "outputs_held"

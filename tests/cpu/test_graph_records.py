@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.tables import table_sizes
 
 from graphcap_backend import (
     CaptureError,
@@ -63,16 +64,17 @@ def test_graph_block_may_be_entered_again_after_reset() -> None:
 
 
 def test_reset_ends_the_record() -> None:
+    before = table_sizes()
     g = HostGraph()
     _capture(g, "a")
     captured = captured_graph(g)
     assert captured is not None
-    assert len(get_kernel_annotations()) == 1
-    assert len(get_kernel_py_stacks()) == 1
+    assert len(get_kernel_annotations()) == before.annotations + 1
+    assert len(get_kernel_py_stacks()) == before.stacks + 1
     g.reset()
     assert captured_graph(g) is None
-    assert len(get_kernel_annotations()) == 0
-    assert len(get_kernel_py_stacks()) == 0
+    assert len(get_kernel_annotations()) == before.annotations
+    assert len(get_kernel_py_stacks()) == before.stacks
     with pytest.raises(GraphcapError, match="reset"):
         capture_nodes(g)
     with pytest.raises(GraphcapError, match="gone"):
@@ -92,6 +94,7 @@ def test_recapture_replaces_the_record() -> None:
 
 
 def test_capture_by_other_means_is_not_taken_for_ours() -> None:
+    before = table_sizes()
     g = HostGraph()
     _capture(g, "a")
     g.reset()
@@ -100,7 +103,7 @@ def test_capture_by_other_means_is_not_taken_for_ours() -> None:
     g.capture_end()
     with pytest.raises(GraphcapError, match="captured by"):
         capture_nodes(g)
-    assert len(get_kernel_annotations()) == 0
+    assert len(get_kernel_annotations()) == before.annotations
 
 
 @pytest.mark.parametrize("thing", [None, 3, HostGraph(), "g"])
@@ -110,6 +113,7 @@ def test_capture_nodes_of_something_else(thing: object) -> None:
 
 
 def test_everything_dies_with_the_graph() -> None:
+    before = table_sizes()
     g = HostGraph()
     _capture(g, "a")
     captured = captured_graph(g)
@@ -118,8 +122,8 @@ def test_everything_dies_with_the_graph() -> None:
     nodes = capture_nodes(g)
     del g, captured
     assert [ref() for ref in dead] == [None] * 3
-    assert len(get_kernel_annotations()) == 0
-    assert len(PROCESS.captured) == 0
+    assert len(get_kernel_annotations()) == before.annotations
+    assert len(PROCESS.captured) == before.captured
     assert nodes[0].annotation == {"name": "a"}  # a list taken before stays good
 
 
@@ -142,6 +146,7 @@ def test_repeated_instantiate_moves_the_keys() -> None:
 
 
 def test_nothing_grows_over_a_thousand_captures() -> None:
+    before = table_sizes()
     g = HostGraph()
     x = torch.ones(2)
 
@@ -156,24 +161,25 @@ def test_nothing_grows_over_a_thousand_captures() -> None:
         for i in range(400):
             capture(f"label {i}")
         gc.collect()
-        before = tracemalloc.get_traced_memory()[0]
+        traced = tracemalloc.get_traced_memory()[0]
         for i in range(600):
             capture(f"label {i}")
         gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - before
+        grown = tracemalloc.get_traced_memory()[0] - traced
     finally:
         tracemalloc.stop()
     assert grown < 600 * 80  # one Python object kept per capture would be more
-    assert len(get_kernel_annotations()) == 0
+    assert len(get_kernel_annotations()) == before.annotations
     assert PROCESS.num_active == 0
-    assert len(PROCESS.captured) <= 1
+    assert len(PROCESS.captured) <= before.captured + 1
 
 
 def test_new_graphs_do_not_pile_up_either() -> None:
+    before = table_sizes()
     for i in range(1000):
         _capture(HostGraph(), str(i))
-    assert len(PROCESS.captured) == 0
-    assert len(get_kernel_annotations()) == 0
+    assert len(PROCESS.captured) == before.captured
+    assert len(get_kernel_annotations()) == before.annotations
 
 
 def test_threads_capture_at_once_each_its_own() -> None:

@@ -150,7 +150,10 @@ def check_sizes_called_once_are_never_captured(device: str) -> None:
     with messages() as seen:
         fast = compare(pooled, device, sized(device, *range(2, 40)), dynamic=True, max_graphs=4)
     part = parts(fast)[-1]
-    assert (len(part.graphs), part.state, seen) == (0, "warm", [])
+    assert (len(part.graphs), part.state) == (0, "warm")
+    assert [reason.kind for reason in part.reasons] == ["too_many_shapes"]
+    assert len(seen) == 1
+    assert "when it comes the second time" in seen[0]
 
 
 def check_least_recently_used_graph_goes(device: str) -> None:

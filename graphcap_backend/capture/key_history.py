@@ -1,0 +1,125 @@
+"""Which keys one callable was called with, and so which are worth a capture."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from graphcap_backend.capture.skip import SkipKind, SkipReason
+
+if TYPE_CHECKING:
+    from graphcap_backend.capture.callee import Callee, ReplayLimits
+
+Key = tuple[tuple[Any, ...], tuple[Any, ...], tuple[int, ...]]
+"""Values of inputs that are no tensors, layouts of those that are copied, addresses of the static ones."""
+
+_WARM_KEYS_PER_GRAPH = 4
+_CHANGING_NUMBERS = 4
+_LARGE_OUTPUTS_BYTES = 1 << 20
+_COPY_BELOW_SHARE = 4
+"""Large outputs are copied where they are at most one in so many bytes that the work reads or makes."""
+
+
+class KeyHistory:
+    """Keys met so far, bounded. A key is captured at its second call; what stands against that is told once.
+
+    Attributes:
+        notices: what was told.
+    """
+
+    def __init__(self, limits: ReplayLimits, callee: Callee, on_skip: Callable[[SkipReason], None]) -> None:
+        self.notices: list[SkipReason] = []
+        self._limits = limits
+        self._callee = callee
+        self._on_skip = on_skip
+        self._warm: OrderedDict[Key, bool] = OrderedDict()
+        """Keys that ran once, and whether their outputs are to be copied rather than handed out."""
+        self._last_addresses: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
+
+    @property
+    def any_warm(self) -> bool:
+        """Whether the callable ran at all."""
+        return bool(self._warm)
+
+    def add_warm(self, key: Key) -> None:
+        """The callable ran, or is about to, with this key."""
+        self._warm[key] = False
+        while len(self._warm) > _WARM_KEYS_PER_GRAPH * self._limits.max_graphs:
+            self._warm.popitem(last=False)
+
+    def clear(self) -> None:
+        """Keys have another meaning from now on."""
+        self._warm.clear()
+        self._last_addresses.clear()
+
+    def last_addresses(self, key: Key) -> tuple[int, ...] | None:
+        """Static addresses of the last call that differed from this one in nothing else; None if there was none."""
+        last = self._last_addresses.get(key[:2])
+        self._last_addresses[key[:2]] = key[2]
+        while len(self._last_addresses) > self._limits.max_graphs:
+            self._last_addresses.popitem(last=False)
+        return last
+
+    def note_sizes(self, key: Key, *, made: int, moved: int) -> None:
+        """Bytes of the outputs of the key's first call, and of all that it read or allocated."""
+        if key in self._warm:
+            self._warm[key] = made >= _LARGE_OUTPUTS_BYTES and _COPY_BELOW_SHARE * made <= moved
+
+    def copies_outputs(self, key: Key) -> bool:
+        """Whether a warm key's outputs are large, and cheap to copy beside the work that makes them."""
+        return self._warm[key]
+
+    def not_yet(self, key: Key, *, num_captured: int, num_captures: int) -> SkipKind | None:
+        """Why a key that has no graphs gets none at this call, or None when it is to be captured.
+
+        Args:
+            num_captured: keys captured now.
+            num_captures: graphs captured so far, released ones included.
+        """
+        sizes = self._limits.capture_sizes
+        if sizes is not None and not all(value in sizes for value in key[0]):
+            return SkipKind.SIZE_NOT_LISTED
+        if key not in self._warm:
+            self.add_warm(key)
+            self._say_what_keeps_changing(key, num_captured)
+            return SkipKind.WARM_UP
+        if num_captures >= 2 * self._limits.max_graphs:
+            # Keys come and go faster than graphs pay for their capture.
+            self.say_too_many("no more shapes are captured")
+            return SkipKind.TOO_MANY_SHAPES
+        return None
+
+    def _say_what_keeps_changing(self, key: Key, num_captured: int) -> None:
+        """Calls whose keys do not come back are never captured; that must not go unsaid."""
+        if any(isinstance(value, float) for value in key[0]):
+            if len(self._warm) == _CHANGING_NUMBERS and not num_captured:
+                self._say(
+                    SkipKind.CHANGING_NUMBER,
+                    "takes a number that differs from call to call, and a graph would keep the first one",
+                    "Pass it as a tensor on the GPU to have this part captured",
+                )
+        elif key[0] and len(self._warm) - num_captured > self._limits.max_graphs:
+            self.say_too_many("a shape is captured when it comes the second time")
+
+    def say_too_many(self, consequence: str) -> None:
+        """Tell that there are more shapes than are captured."""
+        self._say(
+            SkipKind.TOO_MANY_SHAPES,
+            f"was called with more than {self._limits.max_graphs} shapes; {consequence}",
+            "Pad inputs to fewer sizes, name them in capture_sizes, or raise max_graphs",
+        )
+
+    def _say(self, kind: SkipKind, detail: str, advice: str) -> None:
+        if kind not in {notice.kind for notice in self.notices}:
+            callee = self._callee
+            notice = SkipReason(kind=kind, detail=f"{callee.name} {detail}", where=callee.where, advice=advice)
+            self.notices.append(notice)
+            self._on_skip(notice)
+
+
+def num_bytes(values: Sequence[Any]) -> int:
+    """Bytes of the tensors among ``values``."""
+    return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
