@@ -114,11 +114,14 @@ class Region:
                 where=graph.where,
                 advice='options={"host_capture": True} captures it into a HostGraph',
             )
+        elif not graph.launches:
+            reason = SkipReason(kind=SkipKind.NOTHING_TO_CAPTURE, detail="launches no kernel", where=graph.where)
         else:
             reason = SkipReason(kind=SkipKind.INDUCTOR, detail=_first_sentence(graph.reason), where=graph.where)
         name = self._name(kind, 0, 1)
         self.parts.append(Part(name=name, kind=kind, partition=0, num_partitions=1, replayed=None, skipped=reason))
-        self.say(name, reason)
+        if reason.kind is not SkipKind.NOTHING_TO_CAPTURE:
+            self.say(name, reason)
 
     def loaded(self, wrapper: inductor.Wrapper) -> None:
         """A generated module is in use: remember where its kernels come from."""

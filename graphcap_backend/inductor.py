@@ -61,6 +61,8 @@ class Unsafe:
 
     reason: str
     on_cpu: bool
+    launches: bool
+    """False for work on tensors without elements: there is nothing to capture."""
     is_backward: bool
     where: str | None
 
@@ -379,6 +381,7 @@ def _unsafe(graph: Any, reason: str) -> Unsafe:
     return Unsafe(
         reason=reason.strip(),
         on_cpu=_on_cpu(graph),
+        launches="Provenance debug handles" in (graph.source_code or ""),
         is_backward=bool(graph.fx_kwargs.get("is_backward")),
         where=_where(graph, reason),
     )

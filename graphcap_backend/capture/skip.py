@@ -13,6 +13,8 @@ class SkipKind(StrEnum):
     """The subgraph runs on the CPU and host capture is off."""
     INDUCTOR = "inductor"
     """Inductor says that the subgraph is not safe to capture."""
+    NOTHING_TO_CAPTURE = "nothing_to_capture"
+    """The subgraph launches nothing: its tensors have no elements."""
     CPU_TENSOR_INPUT = "cpu_tensor_input"
     """A tensor on the CPU is an input of a subgraph on a GPU; its value would be frozen into the graph."""
     OTHER_DEVICE_INPUT = "other_device_input"

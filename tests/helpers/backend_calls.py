@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from graphcap_backend import report
 from graphcap_backend.backend import graphcap
@@ -62,6 +63,9 @@ def inputs_of(device: str, *shape: int, calls: int = CALLS, **how: Any) -> list[
 
 
 def assert_same(got: Any, expected: Any, **tolerance: Any) -> None:
+    """Equal as the CPU's kernels give it; on a GPU eager and compiled kernels add up in different orders."""
+    if not tolerance and any(leaf.is_cuda and leaf.dtype is torch.float32 for leaf in _tensors(tree_leaves(got))):
+        tolerance = {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(got, expected, **tolerance)
 
 
@@ -75,14 +79,19 @@ def kept(value: Any) -> Any:
 
 
 def parts(function: Any) -> Sequence[Any]:
-    return report(function).parts
+    """What the report tells of subgraphs that launch something."""
+    return [
+        part
+        for part in report(function).parts
+        if not any(reason.kind == "nothing_to_capture" for reason in part.reasons)
+    ]
 
 
 def assert_captured(function: Any, *, graphs: int | None = None, replays: int | None = None) -> None:
     """All parts are captured, and no call fell back but the first at each key."""
     found = report(function)
     assert found.parts, "nothing was compiled"
-    for part in found.parts:
+    for part in parts(function):
         assert part.state == "captured", str(found)
         assert set(part.fallbacks) <= {"warm_up"}, str(found)
         assert part.num_replays > 0, str(found)

@@ -142,7 +142,8 @@ def check_scalar_tensor_that_follows_the_call(device: str) -> None:
     factors = [torch.tensor(float(i)) for i in range(6)]  # on the CPU, whatever the device
     fast = compare(scale, device, [[x, f] for x, f in zip(inputs_of(device, 4), factors, strict=True)])
     if device == "cuda":
-        assert {part.state for part in parts(fast)} <= {"captured", "refused", "skipped"}
+        for part in parts(fast):
+            assert part.state in ("captured", "refused", "skipped") or part.reasons[0].kind == "changing_number"
     else:
         assert_captured(fast)
 
