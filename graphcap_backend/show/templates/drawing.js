@@ -64,8 +64,8 @@ function placed(nodes, width) {
     lanes = Math.max(lanes, layer.at(-1).lane + 1);
   }
   const blockWidth = lanes * BOX.across;
-  const blocks = Math.max(1, Math.floor((width - 2 * BOX.margin) / blockWidth));
-  const perBlock = Math.max(12, Math.ceil(layers.length / blocks));
+  const fitting = Math.max(1, Math.floor((width - 2 * BOX.margin) / blockWidth));
+  const perBlock = Math.ceil(layers.length / Math.min(fitting, Math.ceil(layers.length / 16)));
   for (const place of places.values()) {
     const block = Math.floor(place.layer / perBlock);
     place.x = BOX.margin + block * blockWidth + place.lane * BOX.across;
@@ -97,14 +97,15 @@ function edgePath(from, to) {
 
 function box(node, { x, y }, heat) {
   const value = state.measure === "time" && node.timing ? timeText(weightOf(node)) : "";
-  const below = [lineText(node), value].filter(Boolean).join(" · ") || node.kind.replaceAll("_", " ");
+  const line = cut(lineText(node), value ? 22 - value.length : 25);
+  const below = [line, value].filter(Boolean).join(" · ") || node.kind.replaceAll("_", " ");
   const rect = svg("rect", { width: BOX.width, height: BOX.height, rx: 5 });
   rect.style.setProperty("--heat", `${Math.round(70 * heat)}%`);
   return svg("g", { class: `box ${node.kind}`, transform: `translate(${x} ${y})`, "data-node": node.at, onclick: () => select(node.position) },
     svg("title", {}, `${node.at} ${data.names[node.name].full}\n${(node.sources ?? []).map(frameFull).join("\n")}`),
     rect,
     svg("text", { x: 9, y: 17, class: "name" }, cut(`${node.at} ${shortName(node)}`, 23)),
-    svg("text", { x: 9, y: 33, class: "below" }, cut(below, 25)));
+    svg("text", { x: 9, y: 33, class: "below" }, below));
 }
 
 const cut = (text, length) => (text.length > length ? `${text.slice(0, length - 1)}…` : text);
