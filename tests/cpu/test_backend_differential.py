@@ -11,7 +11,7 @@ from helpers.random_programs import run_program
 # torch 2.14's Dynamo asks inputs that are no leaves for their gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
-PROGRAMS = 18
+PROGRAMS = 14
 """Each costs some compiles of C++ code; sequences cost next to nothing."""
 SEQUENCES = 24
 
