@@ -26,6 +26,16 @@ if TYPE_CHECKING:
     from graphcap_backend.capture.outputs import OwnedOutput
 
 
+class Pool:
+    """One memory pool, alive as long as an instance refers to it."""
+
+    __slots__ = ("__weakref__", "token")
+
+    def __init__(self, token: Any) -> None:
+        self.token = token
+        """What torch takes for it; None on the host."""
+
+
 class Arena:
     """The pools of one device, the lock round it, and the instances captured into it.
 
@@ -40,7 +50,7 @@ class Arena:
         # Re-entrant: an uncaptured run below a captured one may come back here on the same thread.
         self.lock = threading.RLock()
         self.last_stream: int | None = None
-        self._pools: dict[int | None, Any] = {}
+        self._pools: weakref.WeakValueDictionary[int | None, Pool] = weakref.WeakValueDictionary()
         self._instances: weakref.WeakSet[Instance] = weakref.WeakSet()
 
     @classmethod
@@ -52,13 +62,16 @@ class Arena:
                 arena = cls._of_device[device] = cls(device_for(device))
             return arena
 
-    def pool(self, turn: int | None) -> Any:
-        """Pool token for the ``turn``-th instance of a graph, or (None) for one whose outputs are copied."""
-        if not self._instances:
-            self._pools.clear()  # tokens die with the last graph that was captured with them
-        if turn not in self._pools:
-            self._pools[turn] = self.device.new_pool()
-        return self._pools[turn]
+    def pool(self, turn: int | None) -> Pool:
+        """The pool for the ``turn``-th instance of a graph, or (None) for one whose outputs are copied.
+
+        Every instance holds the pool that it was captured into. Once none does, torch has given the pool up,
+        and the next capture needs a new one.
+        """
+        pool = self._pools.get(turn)
+        if pool is None:
+            pool = self._pools[turn] = Pool(self.device.new_pool())
+        return pool
 
     def join_stream(self) -> None:
         """Order the current stream behind the one that last replayed a graph of this arena."""

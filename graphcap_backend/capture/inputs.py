@@ -16,7 +16,7 @@ from graphcap_backend.capture.skip import SkipKind, SkipReason
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputRoles:
-    """Positions of the inputs by what a replay does with them. Fixed for one callable."""
+    """Positions of the inputs by what a replay does with them. Fixed for one callable and one set of input kinds."""
 
     static: tuple[int, ...]
     """Tensors whose address is captured and checked: parameters, buffers, saved activations."""
@@ -28,25 +28,50 @@ class InputRoles:
     """The static ones that the callable writes to: buffers of modules."""
     values: tuple[int, ...]
     """Everything that is no tensor: part of the key."""
+    host_scalars: tuple[int, ...]
+    """Tensors of one element on the CPU, read by work on a GPU: launches take the value, so it is part of the key."""
 
-    @property
-    def dynamic(self) -> bool:
-        """Whether shapes may differ from call to call; they do only together with a symbolic size."""
-        return bool(self.values)
+    def variable_key(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What of a call's key may differ although the static addresses are the same: values, and layouts.
+
+        Shapes differ from call to call only together with a symbolic size, which is one of the values.
+        """
+        values = tuple(inputs[i] for i in self.values)
+        shapes = tuple((inputs[i].size(), inputs[i].stride()) for i in self.copied) if values else ()
+        return values + tuple(_host_value(inputs[i]) for i in self.host_scalars), shapes
 
 
-def assign_roles(inputs: Sequence[Any], static: Sequence[int], mutated: Sequence[int]) -> InputRoles:
-    """Sort the inputs of a first call."""
-    tensors = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
-    statics = tuple(i for i in static if isinstance(inputs[i], Tensor))
+def _host_value(tensor: Tensor) -> tuple[str, Any]:
+    # Asking a tensor that turns out to be on the GPU would wait for it; it is of another kind then.
+    return str(tensor.dtype), tensor.item() if tensor.is_cpu else None
+
+
+def input_kinds(inputs: Sequence[Any]) -> tuple[torch.device | None, ...]:
+    """Which inputs are tensors, and on which device."""
+    return tuple(value.device if isinstance(value, Tensor) else None for value in inputs)
+
+
+def assign_roles(
+    inputs: Sequence[Any], static: Sequence[int], mutated: Sequence[int], device: torch.device
+) -> InputRoles:
+    """Sort the inputs of a first call of their kinds."""
+    host_scalars = tuple(i for i, value in enumerate(inputs) if _is_host_scalar(value, device))
+    tensors = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and i not in host_scalars]
+    static = [i for i in static if i in tensors]
+    statics = tuple(static)
     copied = tuple(i for i in tensors if i not in set(statics))
     return InputRoles(
         static=statics,
         copied=copied,
         written_back=tuple(i for i in copied if i in set(mutated)),
         written_static=tuple(i for i in statics if i in set(mutated)),
-        values=tuple(i for i in range(len(inputs)) if i not in set(tensors)),
+        values=tuple(i for i, value in enumerate(inputs) if not isinstance(value, Tensor)),
+        host_scalars=host_scalars,
     )
+
+
+def _is_host_scalar(value: Any, device: torch.device) -> bool:
+    return isinstance(value, Tensor) and value.is_cpu and device.type != "cpu" and value.dim() == 0
 
 
 def refuse_inputs(inputs: Sequence[Any], device: torch.device) -> SkipReason | None:
@@ -54,7 +79,7 @@ def refuse_inputs(inputs: Sequence[Any], device: torch.device) -> SkipReason | N
     for index, value in enumerate(inputs):
         if isinstance(value, torch.Generator):
             return SkipReason(kind=SkipKind.GENERATOR_INPUT, detail=f"input {index} is a torch.Generator")
-        if not isinstance(value, Tensor) or value.device == device:
+        if not isinstance(value, Tensor) or value.device == device or _is_host_scalar(value, device):
             continue
         if value.device.type == "cpu":
             return SkipReason(

@@ -21,7 +21,7 @@ from graphcap_backend.capture.outputs import (
 
 if TYPE_CHECKING:
     from graphcap_backend.annotate.config import AnnotationConfig
-    from graphcap_backend.capture.arena import Arena
+    from graphcap_backend.capture.arena import Arena, Pool
     from graphcap_backend.capture.record import CapturedGraph
 
 
@@ -54,8 +54,9 @@ class Instance:
         self.graph = arena.device.new_graph()
         read = arena.owned_by_graphs([inputs[i] for i in roles.static])
         held_before = [out.use_count() for out in read]
-        with arena.device.touched_memory(arena.pool(turn)) as self.ranges:
-            outputs, storages = self._capture(run, inputs, roles, donated, arena.pool(turn), annotations)
+        self._pool: Pool | None = arena.pool(turn)
+        with arena.device.touched_memory(self._pool.token) as self.ranges:
+            outputs, storages = self._capture(run, inputs, roles, donated, self._pool.token, annotations)
         self.graph.instantiate()
         self._launch = self._arena.device.launcher(self.graph)
         self._plan, own = plan_outputs(outputs, storages, self._staging.stand_in(inputs))
@@ -63,7 +64,7 @@ class Instance:
         foreign = {constant.untyped_storage()._cdata for constant in constants}
         self.owned = [] if self.copies else _by_storage(own, foreign)
         # Copied right after each replay, so the memory may serve other graphs in between.
-        self._own = unowned_aliases(own) if self.copies and arena.device.shares_memory else own
+        self._own = self._disowned(own) if self.copies and arena.device.shares_memory else own
         del own
         slots = [out.slot for out in self._plan if isinstance(out, Buffer)]
         self._only_buffers = slots == list(range(len(self._plan)))
@@ -110,6 +111,11 @@ class Instance:
         del identities
         return outputs, storages
 
+    def _disowned(self, own: list[Tensor]) -> list[Tensor]:
+        on_device = [tensor for tensor in own if tensor.device == self._arena.device.torch_device]
+        aliases = dict(zip(map(id, on_device), unowned_aliases(on_device), strict=True))
+        return [aliases.get(id(tensor), tensor) for tensor in own]
+
     def idle(self) -> bool:
         """Whether a replay would overwrite nothing that somebody still holds."""
         return not any_in_use(self._probes)
@@ -154,6 +160,7 @@ class Instance:
         self._holds = []
         self._own = []
         self._staging.buffers.clear()
+        self._pool = None
 
 
 def _by_storage(own: Sequence[Tensor], foreign: set[int]) -> list[OwnedOutput]:

@@ -80,7 +80,7 @@ class KeyHistory:
             num_captures: graphs captured so far, released ones included.
         """
         sizes = self._limits.capture_sizes
-        if sizes is not None and not all(value in sizes for value in key[0]):
+        if sizes is not None and not all(value in sizes for value in key[0] if isinstance(value, int)):
             return SkipKind.SIZE_NOT_LISTED
         if key not in self._warm:
             self.add_warm(key)
@@ -94,7 +94,7 @@ class KeyHistory:
 
     def _say_what_keeps_changing(self, key: Key, num_captured: int) -> None:
         """Calls whose keys do not come back are never captured; that must not go unsaid."""
-        if any(isinstance(value, float) for value in key[0]):
+        if any(isinstance(value, float | tuple) for value in key[0]):
             if len(self._warm) == _CHANGING_NUMBERS and not num_captured:
                 self._say(
                     SkipKind.CHANGING_NUMBER,

@@ -28,6 +28,7 @@ from graphcap_backend.capture.callee import Callee, Family, ReplayLimits, Witnes
 from graphcap_backend.capture.inputs import (
     InputRoles,
     assign_roles,
+    input_kinds,
     reads_any,
     refuse_inputs,
     refuse_layout,
@@ -92,7 +93,10 @@ class Replayed:
         self._current: Family | None = None
         self._static: list[int] = []
         self._copied: tuple[int, ...] = ()
-        self._dynamic = False
+        self._keyed: InputRoles | None = None
+        """The roles, if calls with the same static addresses may still differ in their keys."""
+        self._kinds: tuple[torch.device | None, ...] | None = None
+        self._met: dict[tuple[torch.device | None, ...] | None, InputRoles | SkipReason] = {}
 
     @property
     def families(self) -> tuple[Family, ...]:
@@ -120,7 +124,7 @@ class Replayed:
             if (
                 family is not None
                 and _same_addresses(inputs, family.static_addresses, self._static)
-                and (not self._dynamic or family.key == self._key(inputs))
+                and (self._keyed is None or family.key[:2] == self._keyed.variable_key(inputs))
                 and (not family.written or not reads_any(inputs, self._copied, family.written))
             ):
                 if self._current_stream() != self._arena.last_stream:
@@ -159,11 +163,8 @@ class Replayed:
         return outputs
 
     def _key(self, inputs: Sequence[Any]) -> Key:
-        roles = self._roles
-        assert roles is not None
-        values = tuple(inputs[i] for i in roles.values)
-        shapes = tuple((inputs[i].size(), inputs[i].stride()) for i in roles.copied) if roles.dynamic else ()
-        return (values, shapes, tuple(inputs[i].data_ptr() for i in roles.static))
+        roles = self._roles_met()
+        return (*roles.variable_key(inputs), tuple(inputs[i].data_ptr() for i in roles.static))
 
     def _at_their_inputs(self, addresses: Sequence[int]) -> list[int]:
         of = dict(zip(self._static, addresses, strict=True))
@@ -171,10 +172,8 @@ class Replayed:
 
     def _other_way(self, inputs: list[Any]) -> Sequence[Any]:
         """Serve a call that the most recent key's idle instances could not."""
+        self._meet(inputs)
         if self.refused is not None:
-            return self._uncaptured(inputs, self.refused.kind)
-        if self._roles is None and not self._meet(inputs):
-            assert self.refused is not None
             return self._uncaptured(inputs, self.refused.kind)
         key = self._key(inputs)
         family = self._families.get(key)
@@ -213,17 +212,27 @@ class Replayed:
         assert self._roles is not None
         return self._roles
 
-    def _meet(self, inputs: Sequence[Any]) -> bool:
-        """First call: what the inputs are. False when such inputs can never be captured."""
-        reason = refuse_inputs(inputs, self.callee.device)
-        if reason is not None:
-            self.refused = reason
-            self._on_skip(reason)
-            return False
-        self._roles = assign_roles(inputs, self.callee.static, self.callee.mutated)
-        self._static, self._copied = list(self._roles.static), self._roles.copied
-        self._dynamic = self._roles.dynamic
-        return True
+    def _meet(self, inputs: Sequence[Any]) -> None:
+        """Look which inputs are tensors, and where: the first time, and whenever that is not as at the last call."""
+        kinds = input_kinds(inputs)
+        if kinds == self._kinds:
+            return
+        self._kinds, self._current = kinds, None
+        met = self._met.get(kinds)
+        if met is None:
+            device = self.callee.device
+            met = refuse_inputs(inputs, device) or assign_roles(inputs, self.callee.static, self.callee.mutated, device)
+            self._met[kinds] = met
+            if isinstance(met, SkipReason):
+                self._on_skip(met)
+        self.refused = met if isinstance(met, SkipReason) else None
+        if isinstance(met, InputRoles):
+            self._take_roles(met)
+
+    def _take_roles(self, roles: InputRoles) -> None:
+        self._roles = roles
+        self._static, self._copied = list(roles.static), roles.copied
+        self._keyed = roles if roles.values or roles.host_scalars else None
 
     def _demote_volatile(self, inputs: Sequence[Any], key: Key) -> bool:
         """Have inputs copied in that Inductor takes for static but that come at another address each time.
@@ -244,8 +253,9 @@ class Replayed:
         self.release()
         self._keys.clear()
         static = [i for i in self._static if i not in volatile]
-        self._roles = assign_roles(inputs, static, self.callee.mutated)
-        self._static, self._copied = static, self._roles.copied
+        roles = assign_roles(inputs, static, self.callee.mutated, self.callee.device)
+        self._met[self._kinds] = roles
+        self._take_roles(roles)
         self._keys.add_warm(self._key(inputs))  # it ran at this shape before
         return True
 

@@ -165,7 +165,7 @@ class CudaTarget:
                 driver.add_empty_node(info.graph)  # torch would warn; the session does, in better words
             elif not self._keep_graph:
                 self._template = ClonedTemplate(info.graph)
-            if recording is not None:
+            if recording is not None and self.num_nodes:  # the node added above is joined to nothing
                 check_joined(info, recording)
             try:
                 self._graph.capture_end()
