@@ -79,7 +79,10 @@ def label_trace(
                     out.write((",\n" if num_events or number else "") + json.dumps(event))
             elif isinstance(piece, Event) and piece.number in found.nodes:
                 graph, path = found.nodes[piece.number]
-                out.write(json.dumps(_labelled(piece.value, graphs[graph], path, lanes)))
+                labelled = _labelled(piece.value, graphs[graph], path, lanes)
+                if piece.number in found.without_stack:
+                    labelled["args"].pop("stack", None)
+                out.write(json.dumps(labelled))
             else:
                 out.write(piece.text)
     return AnnotatedTrace(

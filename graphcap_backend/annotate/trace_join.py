@@ -97,6 +97,8 @@ class Matches:
 
     nodes: dict[int, tuple[int, Path]] = field(default_factory=dict)
     """Number of the event to graph and node."""
+    without_stack: set[int] = field(default_factory=set)
+    """Events of nodes that graphs with equal lines but other callers have as well: whose call this was is not known."""
     num_by_id: int = 0
     unlabelled: Counter[Reason] = field(default_factory=Counter)
 
@@ -168,6 +170,9 @@ def _match_by_order(
         if its != matched or not _same_labels(graphs[first], graphs[other], matched.values()):
             found.unlabelled[Reason.SEVERAL_GRAPHS] += len(replay)
             return
+        found.without_stack.update(
+            number for number, path in matched.items() if _stack(graphs[first], path) != _stack(graphs[other], path)
+        )
     found.nodes.update((number, (first, path)) for number, path in matched.items())
     found.unlabelled[Reason.PARALLEL] += len(replay) - len(matched)
 
@@ -177,9 +182,15 @@ def _same_labels(one: TraceGraph, other: TraceGraph, paths: Iterable[Path]) -> b
         return True
     for index in {path[0] for path in paths}:
         mine, its = one.nodes[index], other.nodes[index]
-        if (mine.annotation, mine.stack, mine.sources) != (its.annotation, its.stack, its.sources):
+        if (mine.annotation, mine.sources) != (its.annotation, its.sources):
+            return False
+        if not mine.sources and mine.stack != its.stack:
             return False
     return True
+
+
+def _stack(graph: TraceGraph, path: Path) -> str | None:
+    return graph.nodes[path[0]].stack
 
 
 class _Work(NamedTuple):
