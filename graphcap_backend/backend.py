@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -22,6 +21,7 @@ from graphcap_backend import inductor
 from graphcap_backend.annotate.config import AnnotationConfig
 from graphcap_backend.annotate.origins import register_wrapper
 from graphcap_backend.capture.callee import Callee, ReplayLimits, Witness
+from graphcap_backend.capture.outputs import picker
 from graphcap_backend.capture.replay import Replayed
 from graphcap_backend.capture.skip import SkipKind, SkipReason
 from graphcap_backend.errors import NotWarmedUpError, SkippedError
@@ -268,7 +268,7 @@ def _direct_way(
         return None
     if given == list(range(len(args))) and handed == list(range(len(witness.outputs))):
         return lambda args: part(list(args))
-    pick, hand = _picker(given), _picker(handed)
+    pick, hand = picker(given), picker(handed)
     return lambda args: hand(part(pick(args)))
 
 
@@ -279,13 +279,6 @@ def _positions(wanted: Sequence[Any], among: Sequence[Any]) -> list[int] | None:
         where.setdefault(id(value), []).append(position)
     found = [where.get(id(value), []) for value in wanted]
     return [positions[0] for positions in found] if all(len(positions) == 1 for positions in found) else None
-
-
-def _picker(positions: list[int]) -> Callable[[Sequence[Any]], list[Any]]:
-    if len(positions) < 2:
-        return lambda values: [values[i] for i in positions]
-    pick = itemgetter(*positions)
-    return lambda values: list(pick(values))
 
 
 def _torch_compile_wrapper() -> object | None:

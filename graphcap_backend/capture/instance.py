@@ -10,11 +10,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphcap_backend.capture.inputs import InputRoles, Staging
 from graphcap_backend.capture.outputs import (
-    Buffer,
+    HandOut,
     OwnedOutput,
     any_in_use,
     copy_outputs,
-    hand_out,
     plan_outputs,
     unowned_aliases,
 )
@@ -59,15 +58,14 @@ class Instance:
             outputs, storages = self._capture(run, inputs, roles, donated, self._pool.token, annotations)
         self.graph.instantiate()
         self._launch = self._arena.device.launcher(self.graph)
-        self._plan, own = plan_outputs(outputs, storages, self._staging.stand_in(inputs))
+        plan, own = plan_outputs(outputs, storages, self._staging.stand_in(inputs))
         del outputs
         foreign = {constant.untyped_storage()._cdata for constant in constants}
         self.owned = [] if self.copies else _by_storage(own, foreign)
         # Copied right after each replay, so the memory may serve other graphs in between.
         self._own = self._disowned(own) if self.copies and arena.device.shares_memory else own
         del own
-        slots = [out.slot for out in self._plan if isinstance(out, Buffer)]
-        self._only_buffers = slots == list(range(len(self._plan)))
+        self._hand_out = HandOut(plan, len(self._own), len(inputs))
         for out in self.owned:
             out.set_baseline()
         self._watched = list(self.owned)
@@ -140,11 +138,8 @@ class Instance:
         self._launch()
         self._staging.write_back(inputs)
         self.num_replays += 1
-        if self.copies:
-            return hand_out(self._plan, copy_outputs(self._own), inputs)
-        if self._only_buffers:
-            return [tensor.detach() for tensor in self._own]
-        return hand_out(self._plan, [tensor.detach() for tensor in self._own], inputs)
+        own = copy_outputs(self._own) if self.copies else [tensor.detach() for tensor in self._own]
+        return self._hand_out(own, inputs)
 
     @property
     def num_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from sys import getrefcount
 from typing import Any
 
@@ -169,23 +170,50 @@ def _input_alias(output: Tensor, index: int, staged: Tensor) -> InputAlias:
     return InputAlias(index, (tuple(output.size()), tuple(output.stride()), offset))
 
 
-def hand_out(plan: Sequence[Output], own: Sequence[Tensor], inputs: Sequence[Any]) -> list[Any]:
-    """One call's outputs. ``own`` are the tensors to give away: aliases or copies."""
-    given: list[Any] = []
-    for output in plan:
-        if isinstance(output, Buffer):
-            given.append(own[output.slot])
-        elif isinstance(output, Constant):
-            given.append(output.value)
-        elif isinstance(output, Same):
-            given.append(given[output.position])
-        elif output.view is None:
-            given.append(inputs[output.index])
-        else:
-            size, stride, offset = output.view
-            base = inputs[output.index]
-            given.append(base.as_strided(size, stride, base.storage_offset() + offset))
-    return given
+class HandOut:
+    """Makes one call's outputs of the tensors to give away (aliases or copies) and the call's inputs."""
+
+    def __init__(self, plan: Sequence[Output], num_own: int, num_inputs: int) -> None:
+        self._constants = [output.value for output in plan if isinstance(output, Constant)]
+        self._views: list[tuple[int, int, tuple[tuple[int, ...], tuple[int, ...], int]]] = []
+        self._same: list[tuple[int, int]] = []
+        positions: list[int] = []
+        num_constants = 0
+        for position, output in enumerate(plan):
+            if isinstance(output, Buffer):
+                positions.append(output.slot)
+            elif isinstance(output, Same):
+                positions.append(positions[output.position])
+                self._same.append((position, output.position))
+            elif isinstance(output, Constant):
+                positions.append(num_own + num_inputs + num_constants)
+                num_constants += 1
+            else:
+                positions.append(num_own + output.index)
+                if output.view is not None:
+                    self._views.append((position, output.index, output.view))
+        self._all_own = positions == list(range(num_own))
+        self._pick = picker(positions)
+
+    def __call__(self, own: list[Tensor], inputs: Sequence[Any]) -> list[Any]:
+        if self._all_own:
+            return list(own)
+        given = self._pick([*own, *inputs, *self._constants])
+        for position, index, (size, stride, offset) in self._views:
+            base = inputs[index]
+            given[position] = base.as_strided(size, stride, base.storage_offset() + offset)
+        if self._views:
+            for position, earlier in self._same:
+                given[position] = given[earlier]
+        return given
+
+
+def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:
+    """A function that gives the values at these positions."""
+    if len(positions) < 2:
+        return lambda values: [values[i] for i in positions]
+    pick = itemgetter(*positions)
+    return lambda values: list(pick(values))
 
 
 def copy_outputs(own: Sequence[Tensor]) -> list[Tensor]:

@@ -119,12 +119,14 @@ def check_nested_compile(device: str) -> None:
 
 def check_memory_comes_back(device: str) -> None:
     for way in ("delete", "reset"):
+        others = set(Region.all_live)  # Dynamo keeps the first half of a function with a graph break for good
         model, fast = eager_and_compiled(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), device)
         for x in inputs_of(device, 5, 3):
             fast(x).sum().backward()
         graphs = [weakref.ref(g) for g in report(fast).graphs]
         weight = weakref.ref(fast._orig_mod[0].weight)
-        regions = [weakref.ref(r) for r in list(Region.all_live)]
+        regions = [weakref.ref(r) for r in set(Region.all_live) - others]
+        del others
         assert graphs
         assert regions
         del x
@@ -142,6 +144,7 @@ def check_memory_comes_back(device: str) -> None:
 
 def check_functions_built_and_dropped_in_a_loop(device: str) -> None:
     counts = []
+    num_others = len(Region.all_live)
     for _ in range(6):
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).to(device)
         fast = compiled(model, device)
@@ -151,7 +154,7 @@ def check_functions_built_and_dropped_in_a_loop(device: str) -> None:
         torch._dynamo.reset()
         gc.collect()
         counts.append((len(list(Region.all_live)), sum(type(o) in (Tensor, nn.Parameter) for o in gc.get_objects())))
-    assert counts[-1][0] == 0
+    assert counts[-1][0] <= num_others
     assert counts[-1][1] <= counts[1][1]
 
 
