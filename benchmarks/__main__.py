@@ -42,8 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not settings.on_cuda:
         print("A dry run on the CPU: its numbers and verdicts mean nothing.")
     if arguments.output is not None:
-        _write(arguments.output, rows, settings, shlex.join(["python", "-m", "benchmarks", *(argv or sys.argv[1:])]))
+        _write(arguments.output, rows, settings, shown_command(argv or sys.argv[1:]))
     return int(any(row.status == "failed" for row in rows))
+
+
+def shown_command(arguments: Sequence[str]) -> str:
+    """The command to run for such figures, with file names that mean something elsewhere too."""
+    shown = [argument if argument.startswith("-") else Path(argument).name for argument in arguments]
+    return shlex.join(["python", "-m", "benchmarks", *shown])
 
 
 def _missing() -> str | None:

@@ -251,7 +251,7 @@ def test_results_file(tmp_path: Path) -> None:
     results = json.loads(file.read_text())
     assert results["versions"]["torch"] == torch.__version__
     assert {"CUPTI", "CUDA of the driver", "GPU", "triton", "cuda-bindings"} <= results["versions"].keys()
-    assert results["command"].startswith("python -m benchmarks nodes --device cpu")
+    assert results["command"] == "python -m benchmarks nodes --device cpu --quick --output cpu.json"
     assert [row["name"] for row in results["rows"]] == [
         f"nodes/{name}" for name in ("read", "render", "recorded/read", "recorded/render")
     ]
