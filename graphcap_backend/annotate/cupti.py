@@ -13,6 +13,7 @@ import ctypes
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -112,15 +113,39 @@ def acquire_callbacks() -> None:
 
 
 def release_callbacks() -> None:
-    """Undo one ``acquire_callbacks``; the last one gives CUPTI back."""
+    """Undo one ``acquire_callbacks``; the last one gives CUPTI back, or leaves that to ``asked_together``."""
     with PROCESS.lock:
-        callbacks = PROCESS.callbacks
-        if callbacks is None:
+        if PROCESS.callbacks is None:
             return
-        callbacks.num_users -= 1
-        if callbacks.num_users == 0:
-            PROCESS.callbacks = None
-            callbacks.close()
+        PROCESS.callbacks.num_users -= 1
+        _close_if_unused()
+
+
+def _close_if_unused() -> None:
+    callbacks = PROCESS.callbacks
+    if callbacks is None or callbacks.num_users or PROCESS.num_asking:
+        return
+    PROCESS.callbacks = None
+    callbacks.close()
+
+
+@contextmanager
+def asked_together() -> Iterator[None]:
+    """For a block of questions: CUPTI comes up with the first that needs it, and goes at the end of the block.
+
+    Up and down again is some 12 ms. What goes wrong on the way down is a warning: the answers are good.
+    """
+    with PROCESS.lock:
+        PROCESS.num_asking += 1
+    try:
+        yield
+    finally:
+        with PROCESS.lock:
+            PROCESS.num_asking -= 1
+            try:
+                _close_if_unused()
+            except CuptiError as error:
+                PROCESS.warn_once("cupti release", f"giving CUPTI back failed: {error}")
 
 
 def _make_callback() -> Callable[[Any, int, int, int], None]:
@@ -164,8 +189,20 @@ def graph_id(graph: int) -> int:
 
 
 def graph_exec_id(graph_exec: int) -> int:
-    """CUPTI's id of a ``cudaGraphExec_t``. Raises: as ``node_id``."""
-    return _id_of("cuptiGetGraphExecId", graph_exec)
+    """CUPTI's id of a ``cudaGraphExec_t``. Raises: as ``node_id``.
+
+    Merely asking brings CUPTI up and makes all later replays slower, so it is asked under a subscription
+    of ours, which ends with a finalize. Where somebody else has CUPTI, it is up already.
+    """
+    with asked_together():
+        try:
+            acquire_callbacks()
+        except CuptiBusyError:
+            return _id_of("cuptiGetGraphExecId", graph_exec)
+        try:
+            return _id_of("cuptiGetGraphExecId", graph_exec)
+        finally:
+            release_callbacks()
 
 
 def _id_of(function: str, handle: int) -> int:

@@ -35,6 +35,8 @@ class Process:
         """Graph under construction (``cudaGraph_t``) to its recording; read per node."""
         self.callbacks: NodeCallbacks | None = None
         """The CUPTI subscription, while at least one recording uses it."""
+        self.num_asking = 0
+        """Blocks under way that ask CUPTI for ids; it is not given back before the last has ended."""
         self.anomaly_hooks: AnomalyHooks | None = None
         """What autograd tells of new nodes before torch 2.14, while something records."""
         self.records: Final[WeakSet[GraphRecord]] = WeakSet()

@@ -38,6 +38,24 @@ def exec_ids(nodes: Sequence[ShapedNode]) -> Iterator[tuple[int, tuple[int, ...]
     yield from _bodies(nodes, (), [len(nodes)])
 
 
+def without_ids(nodes: Sequence[ShapedNode]) -> Iterator[int]:
+    """Indices of top-level nodes with work in their bodies that ``exec_ids`` leaves out."""
+    known = {path for _, path in exec_ids(nodes)}
+    for index, node in enumerate(nodes):
+        if any(path not in known for path in _work_inside(node, (index,))):
+            yield index
+
+
+def _work_inside(node: ShapedNode, path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    if node.kind == "conditional":
+        yield path  # for its bodies, which not every driver lists
+        return
+    for index, inside in enumerate(node.body or ()):
+        if inside.kind not in _SILENT:
+            yield (*path, index)
+        yield from _work_inside(inside, (*path, index))
+
+
 def _bodies(
     nodes: Sequence[ShapedNode], path: tuple[int, ...], next_id: list[int]
 ) -> Iterator[tuple[int, tuple[int, ...]]]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from graphcap_backend.capture import driver
+from graphcap_backend.capture.call_watch import CallWatch
 from graphcap_backend.capture.nodes import NodeList
 from graphcap_backend.capture.process import PROCESS
-from graphcap_backend.errors import CuptiBusyError, CuptiError, GraphcapError
+from graphcap_backend.errors import CuptiError, CuptiMissingError, GraphcapError
 
 if TYPE_CHECKING:
     from graphcap_backend.annotate.registry import GraphRecord
@@ -37,24 +38,26 @@ class CudaKeys:
 
     CUPTI is not asked: on first use it makes every later replay in the process slower, also for users
     who record nothing. The graph id is the driver's capture id (the same number), and whether the
-    object still holds this capture shows in its pool and raw handle.
+    object still holds this capture shows in its raw handle and pool, and in that nobody called ``reset()``:
+    a later capture may get both anew.
     """
 
     def __init__(self, graph: Any, *, source_graph_id: int, keep_graph: bool) -> None:
         self.source_graph_id = source_graph_id
         self._graph = weakref.ref(graph)
         self._keep_graph = keep_graph
+        self._resets = CallWatch.on(graph, "reset")
         self._superseded = False
         self._identity = self._read_identity()
-        self._exec_id: int | None = None
+        self._known: _KnownExec | None = None
 
-    def _read_identity(self) -> tuple[int, tuple[int, ...]] | None:
+    def _read_identity(self) -> tuple[int, tuple[int, ...], int] | None:
         graph = self._graph()
         if graph is None:
             return None
         try:
             handle = graph.raw_cuda_graph() if self._keep_graph else graph.raw_cuda_graph_exec()
-            return handle, tuple(graph.pool())
+            return handle, tuple(graph.pool()), self._resets.count
         except RuntimeError:  # torch's answer when there is no such graph (any more)
             return None
 
@@ -71,41 +74,48 @@ class CudaKeys:
         graph = self._graph()
         if graph is None or not self.alive():
             return None
-        if self._exec_id is not None:
-            return self._exec_id
+        known = self._known
+        # Read before the handle that it vouches for.
+        calls = 0 if known is None or known.watch is None else known.watch.count
         try:
             handle: int = graph.raw_cuda_graph_exec()
         except RuntimeError:
             return None
-        exec_id = _exec_id_of(handle)
-        if not self._keep_graph:
-            self._exec_id = exec_id  # torch instantiates such a graph only once
+        if known is not None and (known.handle, known.calls) == (handle, calls):
+            return known.exec_id
+        exec_id = driver.graph_exec_id(handle)
+        return self._ask_cupti(graph) if exec_id is None else exec_id
+
+    def _ask_cupti(self, graph: Any) -> int:
+        """The id where the driver (before 13.1) cannot tell it; asked once per executable graph."""
+        from graphcap_backend.annotate import cupti
+
+        # Without keep_graph torch instantiates once, when the capture ends.
+        watch = CallWatch.on(graph, "instantiate") if self._keep_graph else None
+        calls = 0 if watch is None else watch.count
+        handle: int = graph.raw_cuda_graph_exec()
+        try:
+            exec_id = cupti.graph_exec_id(handle)
+        except CuptiMissingError:
+            exec_id = _stand_in(handle)
+        except CuptiError:
+            return _stand_in(handle)  # the next time may go better
+        self._known = _KnownExec(handle, watch, calls, exec_id)
         return exec_id
 
 
-def _exec_id_of(handle: int) -> int:
-    exec_id = driver.graph_exec_id(handle)
-    if exec_id is not None:
-        return exec_id
-    try:
-        return _exec_id_from_cupti(handle)
-    except CuptiError:
-        # No CUPTI, no trace to join with: any number that tells live graphs apart will do.
-        return handle >> 4 & _LOW_32_BITS
+class _KnownExec(NamedTuple):
+    """An executable graph whose id is known, for as long as its handle and the watch's count are what they were."""
+
+    handle: int
+    watch: CallWatch | None
+    calls: int
+    exec_id: int
 
 
-def _exec_id_from_cupti(handle: int) -> int:
-    from graphcap_backend.annotate import cupti
-
-    try:
-        cupti.acquire_callbacks()
-    except CuptiBusyError:
-        return cupti.graph_exec_id(handle)  # somebody has CUPTI up already: asking changes nothing
-    try:
-        return cupti.graph_exec_id(handle)
-    finally:
-        # Merely asking brings CUPTI up and slows all later replays; giving it back finalizes it.
-        cupti.release_callbacks()
+def _stand_in(handle: int) -> int:
+    # No CUPTI, no trace to join with: any number that tells live graphs apart will do.
+    return handle >> 4 & _LOW_32_BITS
 
 
 class HostKeys:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.launch_log import Keys, Recorded, recorded
 
+from graphcap_backend.annotate.config import AnnotationConfig
 from graphcap_backend.annotate.process import PROCESS
 from graphcap_backend.annotate.registry import (
     dump_kernel_py_stacks,
@@ -149,18 +150,104 @@ def test_resolving_early_changes_nothing() -> None:
     assert (run.record.stack(1) or "").count("\n") > 0
 
 
-def test_a_loop_over_a_view_asks_each_graph_for_its_id_once() -> None:
-    asked = []
+class Counting(Keys):
+    """Counts how often it is asked for the executable graph's id."""
 
-    class Counting(Keys):
-        def exec_graph_id(self) -> int | None:
-            asked.append(1)
-            return 901
+    num_asked = 0
 
-    run = capture(Counting(900))
-    others = len(get_kernel_py_stacks()) - 2
-    asked.clear()
-    assert len(dict(get_kernel_py_stacks())) == others + 2
-    assert sum(1 for _ in get_kernel_py_stacks().items()) == others + 2
-    assert len(asked) <= 3  # once each, and once for the length
+    def exec_graph_id(self) -> int | None:
+        self.num_asked += 1
+        return super().exec_graph_id()
+
+
+def test_look_ups_ask_the_graph_that_has_the_key_only() -> None:
+    others = [Counting(900 + i, 910 + i) for i in range(5)]
+    keys = Counting(920, 921)
+    runs = [capture(each) for each in (*others, keys)]
+    view = get_kernel_py_stacks()
+    assert view[921 << 32]  # compares the ids of all graphs
+    for other in others:
+        other.num_asked = 0
+    for _ in range(10):
+        assert view.get(921 << 32 | 1) == runs[-1].record.stack(1)
+    assert [other.num_asked for other in others] == [0] * 5
+    assert view.get(922 << 32) is None
+
+
+def test_a_loop_over_a_view_asks_each_graph_once() -> None:
+    keys = Counting(930, 931)
+    run = capture(keys)
+    for view in (get_kernel_annotations(), get_kernel_py_stacks()):
+        for read in (view.items, view.values, view.keys, lambda view=view: iter(view)):
+            keys.num_asked = 0
+            assert list(read())
+            assert keys.num_asked == 1 + (read == view.keys), read  # list() of keys asks for their number too
     assert run.record.way == "host"
+
+
+def test_look_ups_follow_instantiate_reset_and_deletion() -> None:
+    keys = Keys(940, 941)
+    run = capture(keys)
+    view = get_kernel_annotations()
+    assert view[941 << 32] == [{"name": "a"}]
+    keys.exec_id = 942
+    assert view.get(941 << 32) is None
+    assert view[942 << 32] == [{"name": "a"}]
+    keys.living = False
+    assert 942 << 32 not in view
+    keys.living = True
+    run = capture(Keys(940, 942), "b")  # the number is free for another graph now
+    assert view[942 << 32] == [{"name": "b"}]
+    del run
+    gc.collect()
+    assert view.get(942 << 32) is None
+
+
+def test_two_graphs_of_one_number_are_both_looked_up() -> None:
+    """A HostGraph's and a CUDA graph's may be the same."""
+    runs = [capture(Keys(950, 951)), capture(Keys(950, 951))]
+    runs[1].record.read_shape_with(lambda: [SimpleNamespace(kind="empty", body=None)] * 5)  # type: ignore[arg-type, return-value]
+    assert get_kernel_annotations()[951 << 32] == [{"name": "a"}]
+
+
+@pytest.mark.parametrize("key", ["a", None, 3.5, -1, (1, 2)])
+def test_what_is_no_key_is_in_no_view(key: Any) -> None:
+    assert get_kernel_annotations().get(key) is None
+    assert key not in get_kernel_py_stacks()
+
+
+def test_source_keys_do_not_follow_instantiate() -> None:
+    with recorded(AnnotationConfig(key_by="source", record_py_stacks=True), Keys(960, 961)) as run:
+        torch.ones(1)
+    assert set(mine(get_kernel_py_stacks(), 960, 961)) == {960 << 32}
+    assert get_kernel_py_stacks()[960 << 32] == run.record.stack(0)
+    assert get_kernel_py_stacks().get(961 << 32) is None
+
+
+def test_conditional_bodies_have_no_keys_and_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = SimpleNamespace(kind="kernel", body=None)
+    conditional = SimpleNamespace(kind="conditional", body=[kernel, kernel])
+    child = SimpleNamespace(kind="child_graph", body=[kernel])
+    monkeypatch.setattr(PROCESS, "_warned", set())
+    runs = []
+    for number in range(2):
+        with recorded(keys=Keys(970 + number, 980 + number)) as run:
+            with mark_kernels("conditional"):
+                torch.zeros(1)
+            torch.ones(1)
+            with mark_kernels("child"):
+                torch.ones(1)
+        run.record.read_shape_with(lambda: [conditional, kernel, child])  # type: ignore[arg-type, return-value]
+        runs.append(run)
+    with pytest.warns(RuntimeWarning, match=r"inside nodes \[0, 2\]") as warned:
+        assert set(mine(get_kernel_py_stacks(), 980)) == {980 << 32 | 1}
+        assert mine(get_kernel_annotations(), 980, 981) == {}
+    assert len(warned) == 1
+
+
+def test_conditionals_that_nothing_is_recorded_of_are_no_matter() -> None:
+    nodes = [SimpleNamespace(kind="kernel", body=None), SimpleNamespace(kind="conditional", body=None)]
+    with recorded(keys=Keys(990, 991)) as run:
+        torch.zeros(1)
+    run.record.read_shape_with(lambda: nodes)  # type: ignore[arg-type, return-value]
+    assert set(mine(get_kernel_py_stacks(), 991)) == {991 << 32}  # warnings are errors here

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from graphcap_backend.annotate.shape import exec_ids
+from graphcap_backend.annotate.shape import exec_ids, without_ids
 
 
 @dataclass
@@ -40,3 +40,18 @@ def test_bodies_follow_the_top_level_one_after_another() -> None:
 def test_after_a_conditional_bodies_are_unknown() -> None:
     nodes = [child(Shaped()), Shaped("conditional", [Shaped()]), child(Shaped()), Shaped()]
     assert dict(exec_ids(nodes)) == {3: (3,), 4: (0, 0)}
+
+
+def test_bodies_that_have_no_ids_are_named_by_their_top_level_node() -> None:
+    unlisted = Shaped("conditional")  # as a driver before 13.2 shows it
+    nodes = [
+        Shaped(),
+        child(Shaped()),
+        child(child(Shaped("empty"))),
+        child(Shaped(), child(unlisted)),
+        Shaped("conditional", [Shaped()]),
+        child(Shaped("empty")),  # no work, nothing to miss
+        child(Shaped()),
+    ]
+    assert list(without_ids(nodes)) == [3, 4, 6]
+    assert list(without_ids(nodes[:3])) == []

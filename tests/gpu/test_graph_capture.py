@@ -181,6 +181,52 @@ def test_source_graph_id_is_the_one_cupti_gives() -> None:
         cupti.release_callbacks()
 
 
+def test_ids_are_asked_for_once_an_executable_graph() -> None:
+    """On a driver before 13.1 CUPTI is asked, which takes milliseconds."""
+    _free_of_recording()
+    x = torch.ones(8, device="cuda")
+    graphs = [torch.cuda.CUDAGraph(keep_graph=True) for _ in range(20)]
+    for number, g in enumerate(graphs):
+        with graph(g, enable_annotations=True, annotation_config=_STACKS), mark_kernels(str(number)):
+            x.add_(1)
+        g.instantiate()
+    view = get_kernel_annotations()
+    for round_ in range(2):  # the second after new instantiations, at addresses that the first may have had
+        keys = list(view)
+        start = time.perf_counter()
+        for _ in range(5):
+            assert {view[key][0]["name"] for key in keys} >= {str(number) for number in range(20)}
+        assert time.perf_counter() - start < 0.1, round_
+        captured = [captured_graph(g) for g in graphs]
+        before = [each.keys.exec_graph_id() for each in captured if each is not None]
+        for g in graphs:
+            g.instantiate()
+        after = [each.keys.exec_graph_id() for each in captured if each is not None]
+        assert len({*before, *after}) == 40
+        if driver.graph_exec_id(graphs[0].raw_cuda_graph_exec()) is None:
+            from graphcap_backend.annotate import cupti
+
+            assert after == [cupti.graph_exec_id(g.raw_cuda_graph_exec()) for g in graphs]
+        assert not view.keys() & set(keys) & {before_id << 32 for before_id in before if before_id is not None}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_capture_by_torch_into_the_same_pool_is_not_taken_for_ours(keep: bool) -> None:
+    x = torch.ones(4, device="cuda")
+    pool = graph_pool_handle()
+    g = torch.cuda.CUDAGraph(keep_graph=keep)
+    for _ in range(3):
+        with graph(g, pool=pool):
+            x + 1
+        g.reset()
+        with torch.cuda.graph(g, pool=pool):
+            x + 1
+            x + 2
+        with pytest.raises(GraphcapError, match="captured by"):
+            capture_nodes(g)
+        g.reset()
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_reset_and_recapture_on_the_same_object(keep: bool) -> None:
     before = table_sizes()
