@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ class SameAddresses:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The handles that CUPTI was asked for; its answers count from 100."""
     handles: list[int] = []
     answers = itertools.count(100)
@@ -61,7 +60,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(driver, "graph_exec_id", lambda _: None)  # a driver before 13.1
     monkeypatch.setattr(cupti, "graph_exec_id", graph_exec_id)
-    yield handles
+    return handles
 
 
 def test_an_executable_graph_is_asked_for_once(asked: list[int]) -> None:
