@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from graphcap_backend.capture.align import align_levels
+from graphcap_backend.capture.bodies import shown_body
 from graphcap_backend.capture.nodes import Node, NodeList
 from graphcap_backend.capture.render import (
     INDENT,
@@ -127,7 +128,7 @@ class _Comparison:
                 fields = _changed_fields(self.fields_before[i], self.fields_after[j])
                 if waits is not None:
                     fields += waits.changes(self.before[i], self.after[j])
-                body = self._body(self.before[i].body, self.after[j].body)
+                body = self._body(shown_body(self.before[i]), shown_body(self.after[j]))
                 if fields or body:
                     changes.append(self._changed(self.before[i], self.after[j], fields, body))
             a, b = i + 1, j + 1

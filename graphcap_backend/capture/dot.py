@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from graphcap_backend.capture.bodies import shown_body
 from graphcap_backend.capture.nodes import Node, NodeKind, NodeList
 from graphcap_backend.capture.render import (
     INDENT,
@@ -88,10 +89,10 @@ class _Writer:
         if outline := _SHAPES.get(node.kind):
             attributes += f", shape={outline}"
         yield f"{prefix}{node.index} [{attributes}];"
-        if node.body:
-            inner = list(self.graph(node.body, f"{prefix}{node.index}_"))
+        if body := shown_body(node):
+            inner = list(self.graph(body, f"{prefix}{node.index}_"))
             yield from self._cluster(f"body of {node.index}", "dashed", inner)
-            first = f"{prefix}{node.index}_{node.body[0].index}"
+            first = f"{prefix}{node.index}_{body[0].index}"
             yield f"{prefix}{node.index} -> {first} [style=dotted, arrowhead=none];"
 
     def _cluster(self, label: str, style: str, inner: Sequence[str]) -> Iterator[str]:

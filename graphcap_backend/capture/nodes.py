@@ -69,7 +69,8 @@ class Node:
 
     ``annotation`` is the merged scope the node was launched in; treat it as read-only.
     ``stack`` is "file:line:function" lines, innermost first, joined by newlines. ``sources``
-    are all model lines that were fused into a compiled kernel, each "file:line:function".
+    are all model lines that were fused into a compiled kernel, each "file:line:function". Nodes in
+    a ``body`` have the labels of the node that they lie in.
     """
 
     index: int

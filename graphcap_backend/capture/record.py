@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from graphcap_backend.capture import driver
+from graphcap_backend.capture.bodies import labelled
 from graphcap_backend.capture.call_watch import CallWatch
-from graphcap_backend.capture.nodes import NodeList
+from graphcap_backend.capture.nodes import Node, NodeList
 from graphcap_backend.capture.process import PROCESS
 from graphcap_backend.errors import CuptiError, CuptiMissingError, GraphcapError
 
@@ -177,7 +178,8 @@ class CapturedGraph:
         return None if self.record is None else self.record.way
 
     def nodes(self) -> NodeList:
-        """All nodes in creation order, with annotations and stacks.
+        """All nodes in creation order, with annotations and stacks; nodes inside a child graph or a
+        conditional have those of the node that they lie in.
 
         Raises:
             GraphcapError: the graph was reset, captured anew or deleted, or its nodes cannot be read.
@@ -191,18 +193,18 @@ class CapturedGraph:
         record = self.record
         if record is None:
             return nodes
-        return NodeList(
-            [
-                dataclasses.replace(
-                    node,
-                    annotation=record.annotation(node.index),
-                    stack=record.stack(node.index),
-                    sources=record.sources(node.index),
-                    modules=record.modules(node.index),
-                )
-                for node in nodes
-            ]
-        )
+        return NodeList([_labelled(node, record) for node in nodes])
+
+
+def _labelled(node: Node, record: GraphRecord) -> Node:
+    labels: dict[str, Any] = {
+        "annotation": record.annotation(node.index),
+        "stack": record.stack(node.index),
+        "sources": record.sources(node.index),
+        "modules": record.modules(node.index),
+    }
+    outer = dataclasses.replace(node, **labels)
+    return outer if node.body is None else dataclasses.replace(outer, body=labelled(node.body, outer))
 
 
 def captured_graph(graph: Any) -> CapturedGraph | None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import PurePath
 from typing import Any
 
+from graphcap_backend.capture.bodies import shown_body
 from graphcap_backend.capture.kernel_names import display_name
 from graphcap_backend.capture.nodes import Dim3, Node, NodeKind, NodeList
 
@@ -97,8 +98,8 @@ class NodeText:
             yield self.headline(node, previous)
             for line in self.below(node):
                 yield INDENT + line
-            if node.body is not None:
-                yield from self._body_lines(node, node.body)
+            if (body := shown_body(node)) is not None:
+                yield from self._body_lines(node, body)
             previous = node.index
 
     def _body_lines(self, node: Node, body: NodeList) -> Iterator[str]:

@@ -210,6 +210,142 @@ annotations = get_kernel_annotations()
 names = [(annotations.get(key) or [{}])[0].get("name") for _, key in sorted(found)]
 assert names == [None] + ["nested"] * 3 + ["three"] * 3 + [None], (names, sorted(found), dict(annotations))
 assert set(annotations) <= {key for _, key in found}
+by_name = {node.annotation["name"]: node for node in capture_nodes(g) if node.annotation}
+assert [node.annotation for node in by_name["three"].body] == [{"name": "three"}] * 3
+assert by_name["nested"].body[1].body[0].annotation == {"name": "nested"}
+""",
+        tmp_path,
+    )
+
+
+def test_a_conditional_is_labelled_and_its_body_has_no_orphans(tmp_path: Path) -> None:
+    run_fresh(
+        """
+from cuda.bindings import driver
+x = torch.ones(8, device="cuda")
+
+def ok(answer):
+    assert int(answer[0]) == 0, answer
+    return answer[1] if len(answer) == 2 else answer[1:]
+
+def if_true_fill_with_zeros():
+    stream = torch.cuda.current_stream().cuda_stream
+    info = ok(driver.cuStreamGetCaptureInfo(stream))
+    graph_, dependencies = info[2], list(info[3][: info[-1]])
+    context = ok(driver.cuCtxGetCurrent())
+    params = driver.CUgraphNodeParams()
+    params.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+    params.conditional.handle = ok(driver.cuGraphConditionalHandleCreate(graph_, context, 1, 1))
+    params.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_IF
+    params.conditional.size = 1
+    params.conditional.ctx = context
+    node = ok(driver.cuGraphAddNode(graph_, dependencies, None, len(dependencies), params))
+    fill = driver.CUDA_MEMSET_NODE_PARAMS()
+    fill.dst = driver.CUdeviceptr(x.data_ptr())
+    fill.value, fill.elementSize, fill.width, fill.height, fill.pitch = 0, 4, 8, 1, 32
+    ok(driver.cuGraphAddMemsetNode(params.conditional.phGraph_out[0], None, 0, fill, context))
+    ok(driver.cuStreamUpdateCaptureDependencies(stream, [node], None, 1, 1))  # 1: set, do not add
+
+def work():
+    with mark_kernels("before"):
+        x.add_(1)
+    with mark_kernels("conditional"):
+        if_true_fill_with_zeros()
+    with mark_kernels("after"):
+        x.add_(5)
+
+for config in (STACKS, {"backend": "edge_walk"}):
+    g = capture(work, config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        annotations, stacks = dict(get_kernel_annotations()), dict(get_kernel_py_stacks())
+        again = dict(get_kernel_annotations())
+    told = [w for w in caught if "conditional" in str(w.message)]
+    assert len(told) == (config is STACKS), caught  # once a process
+    assert annotations == again
+    assert {key & 0xFFFFFFFF: value[0]["name"] for key, value in annotations.items()} == {0: "before", 2: "after"}
+    assert set(stacks) == (set(annotations) if config is STACKS else set())
+    nodes = capture_nodes(g)
+    assert [node.annotation["name"] for node in nodes] == ["before", "conditional", "after"]
+    for inside in nodes[1].body or ():
+        assert inside.annotation == {"name": "conditional"} and inside.stack == nodes[1].stack
+    g.replay()
+    torch.cuda.synchronize()
+    assert x.tolist() == [5.0] * 8
+    del g
+""",
+        tmp_path,
+    )
+
+
+def test_nodes_of_every_kind_have_the_line_that_made_them(tmp_path: Path) -> None:
+    run_fresh(
+        """
+from cuda.bindings import driver, runtime
+x, y = torch.zeros(1 << 12, device="cuda"), torch.ones(1 << 12, device="cuda")
+pinned = torch.empty(1 << 12, pin_memory=True)
+event = torch.cuda.Event(external=True)
+import ctypes
+called = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: None)
+
+def ok(answer):
+    assert int(answer[0]) == 0, answer
+
+def makes_kernel():
+    x.add_(1)
+
+def makes_memset():
+    x.zero_()
+
+def makes_copy_on_device():
+    x.copy_(y)
+
+def makes_copy_to_host():
+    pinned.copy_(x, non_blocking=True)
+
+def makes_event_record():
+    event.record()
+
+def makes_event_wait():
+    event.wait()
+
+def makes_host_call():
+    function = driver.CUhostFn(ctypes.cast(called, ctypes.c_void_p).value)
+    ok(driver.cuLaunchHostFunc(torch.cuda.current_stream().cuda_stream, function, 0))
+
+def makes_batch_mem_op():
+    ok(driver.cuStreamWriteValue32(torch.cuda.current_stream().cuda_stream, x.data_ptr(), 7, 0))
+
+expected = {
+    makes_kernel: "kernel", makes_memset: "memset", makes_copy_on_device: "memcpy", makes_copy_to_host: "memcpy",
+    makes_event_record: "event_record", makes_event_wait: "event_wait", makes_host_call: "host",
+    makes_batch_mem_op: "batch_mem_op",
+}
+
+def work():
+    for number, make in enumerate(expected):
+        with mark_kernels(str(number)):
+            make()
+
+makes_kernel()
+g = capture(work, STACKS)
+nodes, stacks = capture_nodes(g), get_kernel_py_stacks()
+assert [node.kind for node in nodes] == list(expected.values()), nodes.render()
+high = next(iter(stacks)) & ~0xFFFFFFFF
+for node, make in zip(nodes, expected):
+    line = make.__code__.co_firstlineno + 1
+    assert functions(node)[:2] == [make.__name__, "work"], node
+    assert node.stack.splitlines()[0].endswith(f"program.py:{line}:{make.__name__}") or node.kind in (
+        "host", "batch_mem_op"  # these two have a line of their own more
+    ), node
+    assert node.sources == (node.stack.splitlines()[0],), node
+    assert node.annotation == {"name": str(node.index)}
+    assert stacks[high | node.index] == node.stack
+text = nodes.render(stacks=True)
+for make in expected:
+    assert f":{make.__name__}" in text
+g.replay()
+torch.cuda.synchronize()
 """,
         tmp_path,
     )
