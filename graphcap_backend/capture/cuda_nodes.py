@@ -7,6 +7,7 @@ pointers, and only the driver tells batch memory ops apart.
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -82,6 +83,13 @@ def _driver() -> Any:
     return driver
 
 
+def _binding_version() -> str:
+    try:
+        return importlib.metadata.version("cuda-bindings")
+    except importlib.metadata.PackageNotFoundError:
+        return "of an unknown version"
+
+
 def _checked(api: str, answer: Sequence[Any]) -> Any:
     """What a call gave besides its result: nothing, one value, or a tuple."""
     result, *values = answer
@@ -129,7 +137,14 @@ class _Reader:
         return nodes
 
     def _call(self, api: str, *arguments: Any) -> Any:
-        return _checked(api, getattr(self._driver, api)(*arguments))
+        function = getattr(self._driver, api, None)
+        if function is None:
+            raise CudaError(
+                api,
+                f"cuda-bindings {_binding_version()}, which has no such function",
+                "Nodes are read with cuda-bindings of CUDA 13: pip install --upgrade cuda-bindings",
+            )
+        return _checked(api, function(*arguments))
 
     def _handles(self, graph: Any) -> list[Any]:
         _, number = self._call("cuGraphGetNodes", graph, 0)
