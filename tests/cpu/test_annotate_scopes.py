@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.launch_log import LaunchLog, recorded
 
+from graphcap_backend import HostGraph, graph
 from graphcap_backend.annotate.process import PROCESS
 from graphcap_backend.annotate.scopes import current_scope, mark_kernels, merge_annotations
 
@@ -85,21 +86,43 @@ def test_a_failed_capture_inside_scopes_leaves_nothing() -> None:
     assert len(PROCESS.records) == before
 
 
-def test_outside_a_capture_nothing_is_recorded_and_little_is_paid() -> None:
-    with mark_kernels("a"):
-        assert current_scope() is None
+def scope_us() -> float:
+    """Time of one scope that has nothing to do; the best of many, since others use the machine too."""
 
     def scope() -> None:
         with mark_kernels("a"):
             pass
 
-    def cost() -> float:
+    def once() -> float:
         start = time.perf_counter()
         for _ in range(2000):
             scope()
-        return (time.perf_counter() - start) / 2000
+        return (time.perf_counter() - start) / 2000 * 1e6
 
-    assert min(cost() for _ in range(20)) < 2e-6
+    return min(once() for _ in range(20))
+
+
+def test_outside_a_capture_nothing_is_recorded_and_little_is_paid() -> None:
+    with mark_kernels("a"):
+        assert current_scope() is None
+    assert scope_us() < 2
+
+
+def test_inside_a_capture_without_annotations_the_same() -> None:
+    x = torch.ones(2)
+    with graph(HostGraph()):
+        x.add_(1)
+        with mark_kernels("a"):
+            assert current_scope() is None
+        cost = scope_us()
+    assert cost < 2
+
+
+def test_after_captures_with_annotations_the_same() -> None:
+    for _ in range(2):
+        with recorded(), mark_kernels("a"):
+            torch.zeros(1)
+    assert scope_us() < 2
 
 
 def test_nothing_is_recorded_once_a_capture_is_over() -> None:
