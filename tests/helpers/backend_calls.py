@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -45,8 +46,32 @@ def fresh_compiler() -> Iterator[None]:
         torch._dynamo.reset()
 
 
+_plain: ContextVar[bool] = ContextVar("plain", default=False)
+
+
+class ValuesDiffer(AssertionError):
+    """Eager and compiled gave different values."""
+
+
+def plain_inductor_differs(scenario: Scenario, device: str) -> bool:
+    """Whether ``torch.compile`` without this backend gives other values than eager in a scenario, too."""
+    token = _plain.set(True)
+    try:
+        with fresh_compiler():
+            scenario(device)
+    except ValuesDiffer:
+        return True
+    except Exception:  # noqa: BLE001 - it got as far as what it asks of our report, with equal values
+        return False
+    finally:
+        _plain.reset(token)
+    return False
+
+
 def compiled(function: Callable[..., Any], device: str, *, dynamic: bool | None = None, **options: Any) -> Any:
     """``function`` compiled with the backend."""
+    if _plain.get():
+        return torch.compile(function, dynamic=dynamic)
     given = {"host_capture": device == "cpu", **options}
     return torch.compile(function, backend=graphcap, dynamic=dynamic, options=given)
 
@@ -66,7 +91,10 @@ def assert_same(got: Any, expected: Any, **tolerance: Any) -> None:
     """Equal as the CPU's kernels give it; on a GPU eager and compiled kernels add up in different orders."""
     if not tolerance and any(leaf.is_cuda and leaf.dtype is torch.float32 for leaf in _tensors(tree_leaves(got))):
         tolerance = {"rtol": 1e-4, "atol": 1e-4}
-    torch.testing.assert_close(got, expected, **tolerance)
+    try:
+        torch.testing.assert_close(got, expected, **tolerance)
+    except AssertionError as error:
+        raise ValuesDiffer(str(error)) from None
 
 
 def kept(value: Any) -> Any:

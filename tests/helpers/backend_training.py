@@ -507,3 +507,20 @@ def check_dropout_masks_differ_and_repeat_after_reseeding(device: str) -> None:
     masks = [tuple(y.gt(0).tolist()) for y in second if y.max() > 1]
     assert len(set(masks)) == len(masks) == 6
     assert_captured(fast)
+
+
+def check_backward_that_works_in_the_memory_of_what_was_saved(device: str) -> None:
+    """The gradient of ``b`` is made where the forward's activation was, which a graph gets as a copy here."""
+
+    def loss(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return (x @ w + b).sigmoid().exp().sum(1)
+
+    w, b = (torch.randn(8, 8, device=device, requires_grad=True) for _ in range(2))
+    fast = compiled(loss, device, max_held_instances=1)
+    for _ in range(3):
+        batches = inputs_of(device, 8, 8, calls=4)
+        # More forwards at once than instances: the activations are copies, at another address each time.
+        for x, y in [(x, fast(x, w, b)) for x in batches]:
+            got = torch.autograd.grad(y.sum(), (w, b))
+            assert_same(got, torch.autograd.grad(loss(x, w, b).sum(), (w, b)), rtol=1e-4, atol=1e-4)
+    assert_captured(fast)
