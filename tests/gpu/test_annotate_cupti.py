@@ -476,3 +476,48 @@ assert len(get_kernel_py_stacks()) >= 1
 """,
         tmp_path,
     )
+
+
+def test_twelve_layers_of_one_fused_kernel_are_told_apart(tmp_path: Path) -> None:
+    calls = "\n".join(f"    x = layer(x, weights[{number}])" for number in range(12))
+    run_fresh(
+        f"""
+from graphcap_backend import report
+
+def layer(x, w):
+    return torch.nn.functional.gelu(x @ w) * 0.5
+
+def model(x, *weights):
+{calls}
+    return x
+
+first = model.__code__.co_firstlineno + 1
+x = torch.randn(32, 64, device="cuda")
+weights = [torch.randn(64, 64, device="cuda", requires_grad=True) for _ in range(12)]
+compiled = torch.compile(model, backend="graphcap", fullgraph=True)
+for _ in range(4):
+    compiled(x, *weights).sum().backward()
+"""
+        """
+def lines(node):
+    frames = [line.rsplit(":", 2) for line in (node.stack or "").splitlines()]
+    return [int(line) for file, line, function in frames if function == "model" and file.endswith("program.py")]
+
+forward, backward = report(compiled).graphs[:2]
+for g, order in ((forward, range(12)), (backward, reversed(range(12)))):
+    kernels = [node for node in capture_nodes(g) if node.kind == "kernel"]
+    assert len(kernels) >= 24, kernels
+    by_name = {}
+    for node in kernels:
+        assert lines(node), node
+        by_name.setdefault(node.name, []).append(lines(node)[0] - first)
+    # A fused kernel that is launched once a layer, under one name: each launch has its own layer's line.
+    many = [layers for name, layers in by_name.items() if "triton" in name and len(layers) >= 10]
+    assert many, by_name
+    for layers in many:
+        assert len(set(layers)) == len(layers), by_name
+        assert layers == sorted(layers, reverse=g is backward), by_name
+    assert {layer for layers in by_name.values() for layer in layers} == set(order)
+""",
+        tmp_path,
+    )

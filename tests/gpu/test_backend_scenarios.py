@@ -10,8 +10,8 @@ import pytest
 import torch
 from helpers import backend_inputs, backend_life, backend_models, backend_outputs, backend_shapes, backend_training
 from helpers.backend_calls import (
+    DifferentValuesError,
     Scenario,
-    ValuesDiffer,
     assert_captured,
     assert_same,
     compiled,
@@ -45,7 +45,7 @@ def _fresh() -> Iterator[None]:
 def test_scenario(scenario: Scenario) -> None:
     try:
         scenario("cuda")
-    except ValuesDiffer:
+    except DifferentValuesError:
         # The backend returns what plain Inductor returns, whatever that is.
         if plain_inductor_differs(scenario, "cuda"):
             pytest.skip(f"needs a torch whose own compile gives eager's values here; {torch.__version__} does not")

@@ -49,7 +49,7 @@ def fresh_compiler() -> Iterator[None]:
 _plain: ContextVar[bool] = ContextVar("plain", default=False)
 
 
-class ValuesDiffer(AssertionError):
+class DifferentValuesError(AssertionError):
     """Eager and compiled gave different values."""
 
 
@@ -59,7 +59,7 @@ def plain_inductor_differs(scenario: Scenario, device: str) -> bool:
     try:
         with fresh_compiler():
             scenario(device)
-    except ValuesDiffer:
+    except DifferentValuesError:
         return True
     except Exception:  # noqa: BLE001 - it got as far as what it asks of our report, with equal values
         return False
@@ -94,7 +94,7 @@ def assert_same(got: Any, expected: Any, **tolerance: Any) -> None:
     try:
         torch.testing.assert_close(got, expected, **tolerance)
     except AssertionError as error:
-        raise ValuesDiffer(str(error)) from None
+        raise DifferentValuesError(str(error)) from None
 
 
 def kept(value: Any) -> Any:
