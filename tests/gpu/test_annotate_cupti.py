@@ -496,8 +496,7 @@ weights = [torch.randn(64, 64, device="cuda", requires_grad=True) for _ in range
 compiled = torch.compile(model, backend="graphcap", fullgraph=True)
 for _ in range(4):
     compiled(x, *weights).sum().backward()
-"""
-        """
+
 def lines(node):
     frames = [line.rsplit(":", 2) for line in (node.stack or "").splitlines()]
     return [int(line) for file, line, function in frames if function == "model" and file.endswith("program.py")]
