@@ -16,6 +16,7 @@ import hashlib
 import json
 import re
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -346,16 +347,34 @@ def _partitions(graph: Any) -> Sequence[Any]:
     return graph.partition_maps or ()
 
 
+_LAUNCHES_NOTHING = frozenset(
+    {
+        "clear",
+        "size",
+        "stride",
+        "reinterpret_tensor",
+        "get_raw_stream",
+        "_DeviceGuard",
+        "set_device",
+        "assert_size_stride",
+        "assert_size_stride_grouped",
+        "assert_alignment",
+    }
+)
+
+
 def _only_calls_partition(graph: Any) -> bool:
-    """Whether ``Runner.call`` of the generated module launches nothing outside its one partition."""
+    """Whether ``Runner.call`` of the generated module does nothing but call its partition: all else is unknown."""
     if not _partitions(graph):
         return True
     source = graph.source_code or ""
     start = source.find("    def call(self, args):")
-    body = source[start : source.find("\nrunner = ", start)]
-    return (
-        start >= 0 and "Provenance debug handles" not in body and "extern_kernels" not in body and ".run(" not in body
-    )
+    try:
+        body = ast.parse(textwrap.dedent(source[start : source.find("\nrunner = ", start)]) if start >= 0 else "?")
+    except SyntaxError:
+        return False
+    called = [ast.unparse(node.func) for node in ast.walk(body) if isinstance(node, ast.Call)]
+    return all(func.startswith("self.partitions[") or func.rpartition(".")[2] in _LAUNCHES_NOTHING for func in called)
 
 
 def _unsafe_reason(graph: Any) -> Unsafe | None:
