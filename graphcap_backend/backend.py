@@ -87,6 +87,7 @@ class Region:
                 mutated=subgraph.mutated,
                 donated=subgraph.donated,
                 constants=subgraph.constants,
+                is_backward=subgraph.is_backward,
                 outputs_may_be_copied=subgraph.is_inference,
                 where=subgraph.where,
             )

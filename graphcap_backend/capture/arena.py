@@ -50,6 +50,9 @@ class Arena:
         # Re-entrant: an uncaptured run below a captured one may come back here on the same thread.
         self.lock = threading.RLock()
         self.last_stream: int | None = None
+        self._first_stream: int | None = None
+        self.several_streams = False
+        """Whether graphs were ever replayed on more than one stream; only then is there anything to order."""
         self._pools: weakref.WeakValueDictionary[int | None, Pool] = weakref.WeakValueDictionary()
         self._instances: weakref.WeakSet[Instance] = weakref.WeakSet()
 
@@ -73,12 +76,22 @@ class Arena:
             pool = self._pools[turn] = Pool(self.device.new_pool())
         return pool
 
-    def join_stream(self) -> None:
-        """Order the current stream behind the one that last replayed a graph of this arena."""
+    def order(self, instance: Instance) -> None:
+        """Order the current stream behind all that a replay of ``instance`` could disturb.
+
+        That is the last replay, whose intermediates may lie in the same memory, and whatever callers did with the
+        outputs that it overwrites: they may have used those on another stream, and dropped them, since.
+        """
         stream = self.device.current_stream()
-        if stream != self.last_stream:
-            if self.last_stream is not None:
-                self.device.wait_for_stream(self.last_stream)
+        if self.last_stream is None:
+            self.last_stream = self._first_stream = stream
+        self.several_streams |= stream != self.last_stream
+        if self.several_streams:
+            handed_out = {self._first_stream if other is None else other for other in instance.streams()}
+            for other in {self.last_stream, *handed_out}:
+                if other is not None and other != stream:
+                    self.device.wait_for_stream(other)
+            instance.handed_out_on(stream)
             self.last_stream = stream
 
     def add(self, instance: Instance) -> None:
@@ -109,7 +122,7 @@ class Arena:
         """The instance is released. Others go on watching those of its outputs that a caller still holds."""
         self._instances.discard(instance)
         for out in instance.owned:
-            out.released = True
+            out.release()
         for other in self._instances:
             other.unwatch_released()
 

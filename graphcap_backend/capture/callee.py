@@ -27,6 +27,7 @@ class Callee:
     mutated: tuple[int, ...] = ()
     donated: frozenset[int] = frozenset()
     constants: tuple[Tensor, ...] = ()
+    is_backward: bool = False
     outputs_may_be_copied: bool = False
     """Whether large outputs may be copied at every call to save memory; not when they are saved activations."""
     where: str | None = None

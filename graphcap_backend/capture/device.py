@@ -32,8 +32,9 @@ class Device(Protocol):
         """Tells the raw handle of the current stream; one number on the host."""
 
     shares_memory: bool
-    """Whether graphs share a pool: input buffers come from it, and outputs may be lent to it."""
+    """Whether graphs share a pool: input buffers come from it."""
 
+    def made_current(self) -> contextlib.AbstractContextManager[Any]: ...
     def num_bytes_allocated(self) -> int: ...
     def new_graph(self) -> Any: ...
     def launcher(self, graph: Any) -> Callable[[], None]: ...
@@ -54,6 +55,10 @@ class CudaDevice:
         self.is_capturing = torch._C._cuda_isCurrentStreamCapturing
         self._index = index
         self.current_stream: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, index)
+
+    def made_current(self) -> contextlib.AbstractContextManager[Any]:
+        # Captures begin on the current device. Replays need no such care: torch takes the device of the graph.
+        return torch.cuda.device(self._index)
 
     def num_bytes_allocated(self) -> int:
         """Bytes allocated since the process began, freed ones included."""
@@ -127,6 +132,10 @@ class HostDevice:
         from graphcap_backend.capture.host_recorder import HostRecorder
 
         return HostRecorder.on_this_thread() is not None
+
+    def made_current(self) -> contextlib.AbstractContextManager[Any]:
+        """The host is one device."""
+        return contextlib.nullcontext()
 
     def num_bytes_allocated(self) -> int:
         """Not known on the host."""

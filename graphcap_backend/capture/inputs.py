@@ -43,7 +43,8 @@ class InputRoles:
 
 def _host_value(tensor: Tensor) -> tuple[str, Any]:
     # Asking a tensor that turns out to be on the GPU would wait for it; it is of another kind then.
-    return str(tensor.dtype), tensor.item() if tensor.is_cpu else None
+    # As text, since 0.0 equals -0.0, but 1 / 0.0 does not equal 1 / -0.0; and NaN equals nothing, itself included.
+    return str(tensor.dtype), repr(tensor.item()) if tensor.is_cpu else None
 
 
 def input_kinds(inputs: Sequence[Any]) -> tuple[torch.device | None, ...]:

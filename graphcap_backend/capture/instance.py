@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,17 +52,27 @@ class Instance:
         self.num_replays = 0
         self._arena = arena
         self.graph = arena.device.new_graph()
-        read = arena.owned_by_graphs([inputs[i] for i in roles.static])
+        # A host graph holds what it reads; that is no use of an output by a caller. A CUDA graph holds nothing, and
+        # what other threads do with those outputs meanwhile must not be taken for its doing.
+        static = [] if arena.device.shares_memory else [inputs[i] for i in roles.static]
+        read = arena.owned_by_graphs(static)
         held_before = [out.use_count() for out in read]
         self._pool: Pool | None = arena.pool(turn)
-        with arena.device.touched_memory(self._pool.token) as self.ranges:
-            outputs, storages = self._capture(run, inputs, roles, donated, self._pool.token, annotations)
-        self.graph.instantiate()
+        try:
+            with arena.device.touched_memory(self._pool.token) as self.ranges:
+                outputs, storages = self._capture(run, inputs, roles, donated, self._pool.token, annotations)
+            self.graph.instantiate()
+            plan, own = plan_outputs(outputs, storages, self._staging.stand_in(inputs))
+        except BaseException:
+            # Whoever keeps the exception keeps this frame; torch takes no pool whose last graph is gone.
+            self._pool = None
+            with contextlib.suppress(RuntimeError):
+                self.graph.reset()
+            raise
         self._launch = self._arena.device.launcher(self.graph)
-        plan, own = plan_outputs(outputs, storages, self._staging.stand_in(inputs))
         del outputs
         foreign = {constant.untyped_storage()._cdata for constant in constants}
-        self.owned = [] if self.copies else _by_storage(own, foreign)
+        self.owned = [] if self.copies else self._by_storage(own, foreign)
         # Copied right after each replay, so the memory may serve other graphs in between.
         self._own = self._disowned(own) if self.copies and arena.device.shares_memory else own
         del own
@@ -71,7 +82,6 @@ class Instance:
         self._watched = list(self.owned)
         self.refresh_probes()
         arena.add(self)
-        # A host graph holds what it reads; that is no use of an output by a caller.
         self._holds = [(out, out.use_count() - before) for out, before in zip(read, held_before, strict=True)]
         arena.adjust_baselines(self._holds)
 
@@ -109,6 +119,13 @@ class Instance:
         del identities
         return outputs, storages
 
+    def _by_storage(self, own: Sequence[Tensor], foreign: set[int]) -> list[OwnedOutput]:
+        """The storages of output tensors that belong to the graph, as constants of compiled code do not."""
+        over: dict[int, list[Tensor]] = {}
+        for tensor in own:
+            over.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        return [OwnedOutput(tensors, self) for storage, tensors in over.items() if storage not in foreign]
+
     def _disowned(self, own: list[Tensor]) -> list[Tensor]:
         on_device = [tensor for tensor in own if tensor.device == self._arena.device.torch_device]
         aliases = dict(zip(map(id, on_device), unowned_aliases(on_device), strict=True))
@@ -117,6 +134,15 @@ class Instance:
     def idle(self) -> bool:
         """Whether a replay would overwrite nothing that somebody still holds."""
         return not any_in_use(self._probes)
+
+    def streams(self) -> set[int | None]:
+        """Where callers were given what a replay overwrites (None: on the arena's first stream)."""
+        return {out.stream for out in self._watched}
+
+    def handed_out_on(self, stream: int) -> None:
+        """The next replay's outputs are for callers on ``stream``."""
+        for out in self.owned:
+            out.stream = stream
 
     def watch(self, outputs: Sequence[OwnedOutput]) -> None:
         """Take outputs of another graph into account: they lie in memory that this one writes to."""
@@ -154,11 +180,8 @@ class Instance:
         self._arena.adjust_baselines([(out, -held) for out, held in self._holds])
         self._holds = []
         self._own = []
+        self.owned = []
+        self._watched = []
+        self._probes = []
         self._staging.buffers.clear()
         self._pool = None
-
-
-def _by_storage(own: Sequence[Tensor], foreign: set[int]) -> list[OwnedOutput]:
-    """The storages of output tensors that belong to the graph, as constants of compiled code do not."""
-    first = {tensor.untyped_storage()._cdata: tensor for tensor in reversed(own)}
-    return [OwnedOutput(tensor) for storage, tensor in first.items() if storage not in foreign]

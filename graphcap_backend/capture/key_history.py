@@ -39,11 +39,6 @@ class KeyHistory:
         """Keys that ran once, and whether their outputs are to be copied rather than handed out."""
         self._last_addresses: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
 
-    @property
-    def any_warm(self) -> bool:
-        """Whether the callable ran at all."""
-        return bool(self._warm)
-
     def add_warm(self, key: Key) -> None:
         """The callable ran, or is about to, with this key."""
         self._warm[key] = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -77,17 +78,34 @@ class OwnedOutput:
     ``in_use`` compares the storage's reference count with what it was when nobody but the graph held
     it, so views, tensors saved by autograd, ``.grad`` and holders in C++ all count. The Python object of a
     storage is one holder for C++ however many hold it in Python, so references to that are counted too.
+
+    Args:
+        tensors: the graph's own tensors over the storage. Held here, so that the idle count is the same for
+            those who watch this output when the graph is gone.
+        owner: who hands it out; known weakly.
     """
 
-    __slots__ = ("_probe", "address", "num_bytes", "released", "storage")
+    __slots__ = ("_owner", "_probe", "_tensors", "address", "num_bytes", "storage", "stream")
 
-    def __init__(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+    def __init__(self, tensors: Sequence[Tensor], owner: object) -> None:
+        storage = tensors[0].untyped_storage()
+        self._tensors = tuple(tensors)
+        self._owner: weakref.ref[object] | None = weakref.ref(owner)
+        self.stream: int | None = None
+        """Raw handle of the stream that it was last handed out on, once a device's graphs ran on several."""
         self.storage = storage._cdata
         self.address = storage.data_ptr()
         self.num_bytes = storage.nbytes()
-        self.released = False
         self._probe: Probe = (self.storage, 0, storage)
+
+    @property
+    def released(self) -> bool:
+        """Whether the graph is gone; callers may still hold the output."""
+        return self._owner is None or self._owner() is None
+
+    def release(self) -> None:
+        """The graph is gone."""
+        self._owner = None
 
     def set_baseline(self) -> None:
         """Call once, when only the graph holds the storage."""

@@ -79,6 +79,7 @@ class Replayed:
         self.num_replays_released = 0
         self.num_captures = 0
         self.refused: SkipReason | None = None
+        self._ran = False
         self._limits = limits
         self._annotations = annotations
         self._on_skip = on_skip
@@ -119,6 +120,7 @@ class Replayed:
         if self._is_capturing():
             return self._run_inside(inputs)
         grad = torch.is_grad_enabled()
+        arena = self._arena
         with self._lock:
             family = self._current
             if (
@@ -127,10 +129,10 @@ class Replayed:
                 and (self._keyed is None or family.key[:2] == self._keyed.variable_key(inputs))
                 and (not family.written or not reads_any(inputs, self._copied, family.written))
             ):
-                if self._current_stream() != self._arena.last_stream:
-                    self._arena.join_stream()
                 for instance in family.instances:
                     if instance.idle():
+                        if arena.several_streams or self._current_stream() != arena.last_stream:
+                            arena.order(instance)
                         if not grad:
                             outputs = instance.replay(inputs)
                         else:
@@ -141,16 +143,16 @@ class Replayed:
                                 torch._C._set_grad_enabled(True)
                         inputs.clear()
                         return outputs
-            return self._other_way(inputs)
+            with arena.device.made_current():
+                return self._other_way(inputs)
 
     def _run_inside(self, inputs: list[Any]) -> Sequence[Any]:
-        if not self._keys.any_warm and self.callee.device.type == "cuda":
+        if not self._ran and self.callee.device.type == "cuda":
             raise NotWarmedUpError(
                 f"{self.callee.name} is called for the first time inside a capture, where its kernels cannot be "
                 "loaded or tuned. Call the compiled function once with such inputs before the capture."
             )
-        self.fallbacks[SkipKind.ALREADY_CAPTURING] += 1
-        return self._run(inputs)
+        return self._uncaptured(inputs, SkipKind.ALREADY_CAPTURING)
 
     def _run(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the callable as AOTAutograd's wrappers do, from wherever this one is called."""
@@ -158,6 +160,7 @@ class Replayed:
         given = tuple(inputs) if witness is not None else ()
         with torch.no_grad(), torch._C._DisableAutocast():
             outputs = self.callee.run(inputs)
+        self._ran = True
         if witness is not None:
             witness.inputs, witness.outputs = given, tuple(outputs)
         return outputs
@@ -202,7 +205,7 @@ class Replayed:
         if not self._roles_met().written_back:
             # Which inputs overlap is no part of the key, so with write-backs every call comes this way.
             self._current = family
-        self._arena.join_stream()
+        self._arena.order(instance)
         with torch.no_grad():
             outputs = instance.replay(inputs)
         inputs.clear()
@@ -222,12 +225,13 @@ class Replayed:
         if met is None:
             device = self.callee.device
             met = refuse_inputs(inputs, device) or assign_roles(inputs, self.callee.static, self.callee.mutated, device)
-            self._met[kinds] = met
-            if isinstance(met, SkipReason):
-                self._on_skip(met)
+        new = kinds not in self._met
+        self._met[kinds] = met
         self.refused = met if isinstance(met, SkipReason) else None
         if isinstance(met, InputRoles):
             self._take_roles(met)
+        elif new:
+            self._on_skip(met)  # which may raise
 
     def _take_roles(self, roles: InputRoles) -> None:
         self._roles = roles
@@ -306,7 +310,7 @@ class Replayed:
                     inputs,
                     self._roles_met(),
                     arena=self._arena,
-                    donated=self.callee.donated,
+                    donated=self._donated(),
                     constants=self.callee.constants,
                     turn=turn,
                     annotations=self._annotations,
@@ -324,6 +328,15 @@ class Replayed:
             return None
         self.num_captures += 1
         return instance
+
+    def _donated(self) -> frozenset[int]:
+        """Inputs whose memory the callable may use for outputs, so that an output there need not be the input.
+
+        A backward may do so with what the forward saved for it alone. At a fixed address it has done so in the
+        caller's tensor; of those that are copied in, the caller's still has what it had before.
+        """
+        saved = frozenset(self.callee.static) if self.callee.is_backward else frozenset()
+        return self.callee.donated | saved.intersection(self._roles_met().copied)
 
     def _uncaptured(self, inputs: list[Any], kind: SkipKind) -> Sequence[Any]:
         self.fallbacks[kind] += 1

@@ -1,0 +1,135 @@
+"""Who may still use what a replay overwrites: outputs of graphs that are gone, users on other streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from helpers.two_streams import StreamedHost
+from torch import Tensor
+
+from graphcap_backend import SkippedError
+from graphcap_backend.capture.arena import Arena
+from graphcap_backend.capture.callee import Callee, ReplayLimits
+from graphcap_backend.capture.inputs import assign_roles
+from graphcap_backend.capture.instance import Instance
+from graphcap_backend.capture.outputs import OwnedOutput
+from graphcap_backend.capture.replay import Replayed
+from graphcap_backend.capture.skip import SkipReason
+
+CPU = torch.device("cpu")
+
+
+def _double(inputs: list[Any]) -> Sequence[Any]:
+    (x,) = inputs
+    inputs.clear()
+    return [x * 2]
+
+
+def _instance(arena: Arena, x: Tensor) -> Instance:
+    return Instance(_double, [x], assign_roles([x], (), (), CPU), arena=arena)
+
+
+class _Graph:
+    """Hands out one output, as a CUDA graph does: its own tensor is all that holds the memory."""
+
+    def __init__(self) -> None:
+        self.own = [torch.ones(4)]
+        self.owned = OwnedOutput(self.own, self)
+        self.owned.set_baseline()
+
+
+@pytest.mark.parametrize("say_so", [True, False], ids=["released", "dropped"])
+def test_output_held_beyond_its_graph_is_still_seen(say_so: bool) -> None:
+    arena = Arena(StreamedHost())
+    earlier, later = _instance(arena, torch.ones(4)), _Graph()
+    # On a GPU the arena finds that the later output lies in memory that the earlier graph writes to.
+    earlier.watch([later.owned])
+    y = later.own[0].detach()
+    assert not earlier.idle()
+
+    if say_so:
+        later.owned.release()
+    del later
+    earlier.unwatch_released()
+    assert not earlier.idle(), "the caller still holds the output"
+
+    del y
+    assert earlier.idle()
+    assert len(earlier._watched) == 2
+    earlier.unwatch_released()
+    assert len(earlier._watched) == 1  # its own output only: nothing of the other graph is kept
+
+
+def test_replay_waits_for_the_stream_that_its_outputs_were_handed_out_on() -> None:
+    device = StreamedHost()
+    arena, x = Arena(device), torch.ones(4)
+    first, second = _instance(arena, x), _instance(arena, x)
+    for _ in range(3):
+        arena.order(first)
+    assert device.waits == []  # one stream orders itself
+
+    device.now = 7
+    arena.order(second)
+    assert device.waits == [(7, 0)]  # behind the last replay
+    device.waits.clear()
+    # A caller on stream 0 has used and dropped the first one's output since.
+    arena.order(first)
+    assert device.waits == [(7, 0)]
+    device.waits.clear()
+    arena.order(first)
+    assert device.waits == []  # it is stream 7's now
+    device.now = 0
+    arena.order(second)
+    assert device.waits == [(0, 7)]
+
+
+def _replayed(on_skip: Callable[[SkipReason], None], run: Callable[[list[Any]], Sequence[Any]] = _double) -> Replayed:
+    callee = Callee(run=run, name="double", device=CPU)
+    return Replayed(callee, limits=ReplayLimits(), annotations=None, on_skip=on_skip)
+
+
+def test_refused_inputs_stay_refused_when_the_refusal_raised() -> None:
+    def refuse(reason: SkipReason) -> None:
+        raise SkippedError(str(reason))
+
+    def draw(inputs: list[Any]) -> Sequence[Any]:
+        (generator,) = inputs
+        inputs.clear()
+        return [torch.rand(2, generator=generator)]
+
+    replayed = _replayed(refuse, draw)
+    with pytest.raises(SkippedError, match=r"torch\.Generator"):
+        replayed([torch.Generator()])
+    for _ in range(3):
+        (got,) = replayed([torch.Generator().manual_seed(3)])
+        assert torch.equal(got, torch.rand(2, generator=torch.Generator().manual_seed(3)))
+    assert replayed.refused is not None
+
+
+def test_a_failed_capture_holds_no_pool() -> None:
+    kept: list[Exception] = []
+
+    def fail(inputs: list[Any]) -> Sequence[Any]:
+        try:
+            raise RuntimeError("no")
+        except RuntimeError as error:
+            kept.append(error)
+            raise
+
+    arena, x = Arena(StreamedHost()), torch.ones(4)
+    with pytest.raises(RuntimeError, match="no"):
+        Instance(fail, [x], assign_roles([x], (), (), CPU), arena=arena)
+    assert kept  # and with it the frames of the capture
+    assert not arena._pools
+
+
+@pytest.mark.parametrize(("one", "other"), [(0.0, -0.0), (1.0, 1.5)])
+def test_host_scalars_that_compute_differently_have_keys_of_their_own(one: float, other: float) -> None:
+    roles = assign_roles([torch.tensor(one)], (), (), torch.device("cuda", 0))
+    assert roles.host_scalars == (0,)
+    assert roles.variable_key([torch.tensor(one)]) != roles.variable_key([torch.tensor(other)])
+    nan = torch.tensor(float("nan"))
+    assert roles.variable_key([nan]) == roles.variable_key([nan.clone()])
