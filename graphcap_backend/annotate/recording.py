@@ -50,12 +50,16 @@ class Recording:
     Attributes:
         way: how nodes are found: "cupti", "edge_walk" or "host".
         gathers: whether raw tracebacks are taken.
+        by_source: whether keys are those of the captured graph, not of the executable one.
         walk: the edge walk, which scopes report to; None on the other ways.
     """
 
     def __init__(self, config: AnnotationConfig, way: Way) -> None:
         self.way: Final = way
         self.walk: EdgeWalk | None = None
+        self.by_source: Final = config.key_by == "source" or (
+            config.key_by == "auto" and way != "host" and source_ids_available()
+        )
         self._config: Final = config
         self._filter_paths = absolute_filter_paths(config.py_stack_filter_paths)
         # Scopes traced into a compiled region are found by the wrapper's line, so by stack.
@@ -185,6 +189,7 @@ class Recording:
             way=self.way,
             config=self._config,
             filter_paths=self._filter_paths,
+            by_source=self.by_source,
             keys=keys,
             entries=self._entries(),
             provenance=provenance_now() if self.gathers else None,

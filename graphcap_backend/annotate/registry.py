@@ -81,13 +81,14 @@ class GraphRecord:
         way: str,
         config: AnnotationConfig,
         filter_paths: Sequence[str] | None,
+        by_source: bool,
         keys: GraphKeys,
         entries: Sequence[Entry],
         provenance: Provenance | None,
     ) -> None:
         self.way: Final = way
         self.keys: Final = keys
-        self.key_by: Final = config.key_by
+        self._by_source = by_source
         self._stacks = config.record_py_stacks
         self._filter_paths = filter_paths
         self._pending: Sequence[Entry] = entries
@@ -96,7 +97,7 @@ class GraphRecord:
         self._launches: dict[int, Launch] = {}
         self._read_shape: _Reader | None = None
         self._ids: _Ids | None = None
-        self._by_source: bool | None = None
+        self._body_keys: Mapping[int, int] = {}
 
     def annotation(self, node: int) -> Mapping[str, Any] | None:
         """The merged annotation of a top-level node, or None."""
@@ -165,34 +166,37 @@ class GraphRecord:
                 self._annotations[entry.node] = annotation
             self._launches[entry.node] = _behind(forward, launch) if forward else launch
 
+    def add_body_keys(self, keys: Mapping[int, int]) -> None:
+        """Source keys of nodes in bodies, which are graphs with ids of their own, each with the top-level
+        node that it lies in. Executable graphs number bodies with the rest."""
+        self._body_keys = keys
+
     def graph_id(self) -> int:
-        """High 32 bits of this graph's keys now."""
+        """High 32 bits of the keys of this graph's top level now."""
         exec_id = self._exec_id()
         return self.keys.source_graph_id if exec_id is None else exec_id
 
     def node_at(self, key: int) -> int | None:
         """The top-level node that a key stands for now, or None."""
         exec_id = self._exec_id()
-        if key >> 32 != (self.keys.source_graph_id if exec_id is None else exec_id):
-            return None
-        return self._nodes_by_id(in_bodies=exec_id is not None).get(key & _LOW_32_BITS)
+        if key >> 32 == (self.keys.source_graph_id if exec_id is None else exec_id):
+            return self._nodes_by_id(in_bodies=exec_id is not None).get(key & _LOW_32_BITS)
+        return self._body_keys.get(key) if exec_id is None else None
 
     def nodes_by_key(self) -> dict[int, int]:
         """Keys of all nodes now, each with the top-level node it stands for."""
         exec_id = self._exec_id()
         high = (self.keys.source_graph_id if exec_id is None else exec_id) << 32
-        return {high | low: node for low, node in self._nodes_by_id(in_bodies=exec_id is not None).items()}
+        top_level = {high | low: node for low, node in self._nodes_by_id(in_bodies=exec_id is not None).items()}
+        return {**top_level, **self._body_keys} if exec_id is None else top_level
 
     def _exec_id(self) -> int | None:
-        if self._by_source is None:
-            self._by_source = self.key_by == "source" or (self.key_by == "auto" and _source_ids(self.way))
         return None if self._by_source else self.keys.exec_graph_id()
 
     def _nodes_by_id(self, *, in_bodies: bool) -> Mapping[int, int]:
         self.resolve()
         if self._ids is None:
             self._ids = self._read_ids()
-        # A body's own graph has another id; under source keys only the top level is ours.
         return self._ids.all if in_bodies else self._ids.top_level
 
     def _read_ids(self) -> _Ids:
@@ -204,7 +208,7 @@ class GraphRecord:
         if nodes is None:
             flat = {node: node for node in sorted(known)}
             return _Ids(flat, flat)
-        if lost := [index for index in without_ids(nodes) if index in known]:
+        if lost := [index for index in without_ids(nodes) if index in known and not self._by_source]:
             PROCESS.warn_once(
                 "bodies without ids",
                 f"work in the bodies of conditional nodes, and of child graphs after one, has no keys in "
@@ -220,7 +224,7 @@ class GraphRecord:
     def _clear(self) -> None:
         self._pending, self._provenance = (), None
         self._annotations, self._launches, self._ids = {}, {}, None
-        self._read_shape = None
+        self._read_shape, self._body_keys = None, {}
 
 
 def _behind(forward: Launch, launch: Launch) -> Launch:
@@ -229,12 +233,6 @@ def _behind(forward: Launch, launch: Launch) -> Launch:
         return launch  # compiled backward: its origins name the forward already
     lines = [text for text in (forward.stack, launch.stack) if text]
     return Launch(stack="\n".join(lines) or None, sources=forward.sources, modules=forward.modules)
-
-
-def _source_ids(way: str) -> bool:
-    from graphcap_backend.annotate.recording import source_ids_available
-
-    return way != "host" and source_ids_available()
 
 
 def _alive() -> list[GraphRecord]:
@@ -284,7 +282,7 @@ class _View(Mapping[int, _Value]):
         with cupti.asked_together():
             ids = [(record.graph_id(), record) for record in _alive()]
         self._by_graph_id = WeakValueDictionary(ids)
-        values = (self._value(record, key) for graph_id, record in ids if graph_id == key >> 32)
+        values = (self._value(record, key) for _, record in ids)
         return next((value for value in values if value is not None), None)
 
     def __iter__(self) -> Iterator[int]:

@@ -14,6 +14,11 @@ _SILENT: Final = frozenset({"empty", "child_graph", "conditional", "mem_alloc", 
 """Kinds of nodes that a replay reports no work for under their own id."""
 
 
+def does_work(kind: str) -> bool:
+    """Whether a replay reports work under the id of a node of this kind."""
+    return kind not in _SILENT
+
+
 class ShapedNode(Protocol):
     """What is needed of a node."""
 
@@ -33,7 +38,7 @@ def exec_ids(nodes: Sequence[ShapedNode]) -> Iterator[tuple[int, tuple[int, ...]
     Bodies after a conditional's have no known ids and are left out.
     """
     for index, node in enumerate(nodes):
-        if node.kind not in _SILENT:
+        if does_work(node.kind):
             yield index, (index,)
     yield from _bodies(nodes, (), [len(nodes)])
 
@@ -51,7 +56,7 @@ def _work_inside(node: ShapedNode, path: tuple[int, ...]) -> Iterator[tuple[int,
         yield path  # for its bodies, which not every driver lists
         return
     for index, inside in enumerate(node.body or ()):
-        if inside.kind not in _SILENT:
+        if does_work(inside.kind):
             yield (*path, index)
         yield from _work_inside(inside, (*path, index))
 
@@ -70,6 +75,6 @@ def _bodies(
         first = next_id[0]
         next_id[0] += len(node.body)
         for inner, inside in enumerate(node.body):
-            if inside.kind not in _SILENT:
+            if does_work(inside.kind):
                 yield first + inner, (*here, inner)
         yield from _bodies(node.body, here, next_id)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
+from graphcap_backend.annotate.shape import does_work
 from graphcap_backend.capture.nodes import (
     Conditional,
     Memcpy,
@@ -53,6 +54,19 @@ def read_cuda_nodes(cuda_graph: int) -> NodeList:
         CudaError: a driver call failed; it names the call and the result.
     """
     return NodeList(_Reader(_driver()).nodes(cuda_graph))
+
+
+def read_body_ids(cuda_graph: int) -> dict[int, int]:
+    """CUPTI's ids of the nodes in bodies that do work, each with the index of the top-level node it lies in.
+
+    Bodies are graphs of their own, with ids of their own. Needs a driver for CUDA 13.1.
+
+    Raises:
+        CudaError: as ``read_cuda_nodes``, or the driver is older.
+    """
+    reader = _Reader(_driver())
+    handles = reader.handles(reader.graph(cuda_graph))
+    return {node_id: index for index, handle in enumerate(handles) for node_id in reader.ids_inside(handle)}
 
 
 def clone_cuda_graph(cuda_graph: int) -> int:
@@ -116,8 +130,8 @@ class _Reader:
 
     def nodes(self, cuda_graph: int, first: int = 0) -> list[Node]:
         """The nodes of one graph; their indices count from ``first``."""
-        graph = self._driver.CUgraph(cuda_graph)
-        handles = self._handles(graph)
+        graph = self.graph(cuda_graph)
+        handles = self.handles(graph)
         index_of = {int(handle): first + i for i, handle in enumerate(handles)}
         waits, programmatic = self._edges(graph, index_of)
         nodes = []
@@ -146,7 +160,10 @@ class _Reader:
             )
         return _checked(api, function(*arguments))
 
-    def _handles(self, graph: Any) -> list[Any]:
+    def graph(self, cuda_graph: int) -> Any:
+        return self._driver.CUgraph(cuda_graph)
+
+    def handles(self, graph: Any) -> list[Any]:
         _, number = self._call("cuGraphGetNodes", graph, 0)
         if not number:
             return []
@@ -292,6 +309,20 @@ class _Reader:
             "conditional": Conditional(decides=decides, body_sizes=tuple(sizes)),
             "body": NodeList(bodies),
         }
+
+    def ids_inside(self, handle: Any) -> Iterator[int]:
+        """CUPTI's ids of the nodes in the bodies of one node."""
+        kind, _ = self._kind(handle)
+        bodies: Sequence[Any] = ()
+        if kind is NodeKind.CHILD_GRAPH:
+            bodies = [self._call("cuGraphChildGraphNodeGetGraph", handle)]
+        elif kind is NodeKind.CONDITIONAL and (params := self._conditional_params(handle)) is not None:
+            bodies = params.phGraph_out[: params.size]
+        for body in bodies:
+            for inside in self.handles(body):
+                if does_work(self._kind(inside)[0]):
+                    yield int(self._call("cuGraphNodeGetToolsId", inside))
+                yield from self.ids_inside(inside)
 
     def _conditional_params(self, handle: Any) -> Any | None:
         """Parameters of a conditional node; None where driver or binding cannot tell."""

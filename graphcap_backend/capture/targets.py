@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,7 +17,7 @@ from graphcap_backend.capture.process import PROCESS
 from graphcap_backend.capture.record import CapturedGraph, CudaKeys, HostKeys
 from graphcap_backend.capture.template import ClonedTemplate, KeptTemplate, no_nodes
 from graphcap_backend.capture.unjoined import check_joined, unjoined_error
-from graphcap_backend.errors import CaptureError, NestedCaptureError
+from graphcap_backend.errors import CaptureError, CudaError, NestedCaptureError
 
 if TYPE_CHECKING:
     from graphcap_backend.annotate.config import AnnotationConfig
@@ -82,6 +83,7 @@ class CudaTarget:
         self._error_mode = error_mode
         self._keep_graph = _keeps_template(graph)
         self._template: ClonedTemplate | None = None
+        self._body_keys: dict[int, int] = {}
         self._watch: InputWatch | None = None
         self._began = False
 
@@ -167,6 +169,8 @@ class CudaTarget:
                 self._template = ClonedTemplate(info.graph)
             if recording is not None and self.num_nodes:  # the node added above is joined to nothing
                 check_joined(info, recording)
+                if recording.by_source:
+                    self._body_keys = _body_keys(info.graph)
             try:
                 self._graph.capture_end()
             except RuntimeError as error:
@@ -208,6 +212,8 @@ class CudaTarget:
             segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
             self._watch.sort_out(segments, tuple(self._graph.pool()))
             CheckedReplay(self._graph, self._watch, self.keys.alive)
+        if record is not None:
+            record.add_body_keys(self._body_keys)
         if self.num_nodes == 0:
             read_nodes: Any = no_nodes
         else:
@@ -296,6 +302,17 @@ class HostTarget:
         return CapturedGraph(
             self._graph, keys=self.keys, read_nodes=lambda: nodes, num_nodes=self.num_nodes, record=record
         )
+
+
+def _body_keys(cuda_graph: int) -> dict[int, int]:
+    """Source keys of nodes in bodies; read before the capture ends, since torch may not keep the graph."""
+    from graphcap_backend.capture.cuda_nodes import read_body_ids
+
+    try:
+        return read_body_ids(cuda_graph)
+    except CudaError as error:
+        warnings.warn(f"nodes inside child graphs and conditionals have no keys: {error}", RuntimeWarning, stacklevel=2)
+        return {}
 
 
 def _counts_on_cuda(tensor: Tensor) -> bool:

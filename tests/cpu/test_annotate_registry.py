@@ -224,6 +224,23 @@ def test_source_keys_do_not_follow_instantiate() -> None:
     assert get_kernel_py_stacks().get(961 << 32) is None
 
 
+def test_bodies_under_source_keys_have_keys_of_their_own_graphs() -> None:
+    kernel = SimpleNamespace(kind="kernel", body=None)
+    nodes = [kernel, SimpleNamespace(kind="child_graph", body=[kernel]), SimpleNamespace(kind="conditional", body=None)]
+    with recorded(AnnotationConfig(key_by="source", record_py_stacks=True), Keys(962, 963)) as run:
+        torch.zeros(1)
+        for name in ("child", "conditional"):
+            with mark_kernels(name):
+                torch.ones(1)
+    run.record.read_shape_with(lambda: nodes)  # type: ignore[arg-type, return-value]
+    run.record.add_body_keys({964 << 32: 1, 965 << 32 | 4: 2})
+    view = get_kernel_annotations()
+    assert mine(view, *range(962, 966)) == {964 << 32: [{"name": "child"}], 965 << 32 | 4: [{"name": "conditional"}]}
+    assert view[965 << 32 | 4] == [{"name": "conditional"}]
+    assert view.get(965 << 32) is None
+    assert set(mine(get_kernel_py_stacks(), *range(962, 966))) == {962 << 32, 964 << 32, 965 << 32 | 4}
+
+
 def test_conditional_bodies_have_no_keys_and_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = SimpleNamespace(kind="kernel", body=None)
     conditional = SimpleNamespace(kind="conditional", body=[kernel, kernel])

@@ -28,6 +28,11 @@ from graphcap_backend.capture.session import CaptureSession, SessionState
 _STACKS = {"record_py_stacks": True}
 
 
+@pytest.fixture(autouse=True)
+def _nothing_left_of_other_tests() -> None:
+    gc.collect()  # graphs in cycles with the tracebacks of errors that were expected
+
+
 def _capture(g: HostGraph, label: str, times: int = 1) -> None:
     x = torch.ones(2)
     with graph(g, enable_annotations=True, annotation_config=_STACKS), mark_kernels(label):
