@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.driver_graph import DriverGraph, ok
 
-from graphcap_backend.capture.cuda_nodes import clone_cuda_graph, destroy_cuda_graph, read_cuda_nodes
+from graphcap_backend.capture.cuda_nodes import clone_cuda_graph, destroy_cuda_graph, read_body_ids, read_cuda_nodes
 from graphcap_backend.capture.nodes import Memcpy, Memset, NodeKind
 from graphcap_backend.errors import CudaError
 
@@ -176,6 +176,27 @@ def test_child_graphs_hold_their_nodes(built: DriverGraph) -> None:
     assert [(node.index, node.dependencies) for node in innermost] == [(0, ()), (1, (0,))]
     inner.close()
     middle.close()
+
+
+def test_ids_of_nodes_in_bodies_are_those_of_the_bodies_graphs(built: DriverGraph) -> None:
+    inner, middle = DriverGraph(), DriverGraph()
+    inner.host(inner.host())
+    middle.child(inner, middle.host())
+    built.child(middle, built.empty())
+    try:
+        found = read_body_ids(built.handle)
+    except CudaError as error:
+        pytest.skip(f"needs a driver for CUDA 13.1: {error}")
+    assert list(found.values()) == [1] * 3
+    assert sorted(node_id & 0xFFFFFFFF for node_id in found) == [0, 0, 1]
+    assert len({node_id >> 32 for node_id in found}) == 2  # two bodies, copies with numbers of their own
+    inner.close()
+    middle.close()
+
+
+def test_no_bodies_no_ids(built: DriverGraph) -> None:
+    built.host(built.empty())
+    assert read_body_ids(built.handle) == {}
 
 
 def test_a_conditional_lists_its_bodies_where_the_driver_can(built: DriverGraph) -> None:
