@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class CudaDevice:
     """One GPU."""
 
     shares_memory = True
+    _history_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
@@ -93,21 +95,27 @@ class CudaDevice:
     def touched_memory(self, pool: Any) -> Iterator[list[Range]]:
         """Gives a list that holds, on leaving, what was allocated from ``pool`` inside the block.
 
-        The allocator's own history tells. Where the user records it, theirs is left alone, and the answer is
-        all that the pool has: more than was touched, never less.
+        The allocator's own history tells. Where somebody else records it, or stopped it meanwhile, theirs is left
+        alone, and the answer is all that the pool has: more than was touched, never less.
         """
         touched: list[Range] = []
-        if torch._C._cuda_isHistoryEnabled():
-            yield touched
-            touched.extend(_segments(torch.cuda.memory._snapshot(), pool))
-            return
-        torch.cuda.memory._record_memory_history("all", context=None, stacks="python", clear_history=True)
-        try:
-            yield touched
-            snapshot = torch.cuda.memory._snapshot()
-        finally:
-            torch.cuda.memory._record_memory_history(None)
+        with _own_workspaces():
+            with self._history_lock:  # captures on several devices share the one history
+                recorded_by_others = torch._C._cuda_isHistoryEnabled()
+                if not recorded_by_others:
+                    record = torch.cuda.memory._record_memory_history
+                    record("all", context=None, stacks="python", clear_history=True)
+            try:
+                yield touched
+                whole = recorded_by_others or not torch._C._cuda_isHistoryEnabled()
+                snapshot = torch.cuda.memory._snapshot()
+            finally:
+                if not recorded_by_others:
+                    torch.cuda.memory._record_memory_history(None)
         segments = _segments(snapshot, pool)
+        if whole:
+            touched.extend(segments)
+            return
         touched.extend(
             (event["addr"], event["addr"] + event["size"])
             for event in snapshot["device_traces"][self._index]
@@ -171,6 +179,20 @@ class HostDevice:
 
     def misaligned(self, inputs: Sequence[Any]) -> list[int]:
         return []
+
+
+@contextlib.contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """cuBLAS allocates its workspaces inside the block, and keeps none that it allocated there.
+
+    It holds on to a workspace until somebody clears them all, as ``mode="reduce-overhead"`` does. One that an
+    earlier capture left in its pool would be written to by this graph, too, and nobody would know.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _segments(snapshot: Any, pool: Any) -> list[Range]:

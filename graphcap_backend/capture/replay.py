@@ -152,7 +152,8 @@ class Replayed:
                 f"{self.callee.name} is called for the first time inside a capture, where its kernels cannot be "
                 "loaded or tuned. Call the compiled function once with such inputs before the capture."
             )
-        return self._uncaptured(inputs, SkipKind.ALREADY_CAPTURING)
+        with self._arena.device.made_current():
+            return self._uncaptured(inputs, SkipKind.ALREADY_CAPTURING)
 
     def _run(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the callable as AOTAutograd's wrappers do, from wherever this one is called."""

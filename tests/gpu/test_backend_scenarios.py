@@ -113,6 +113,40 @@ def test_calls_on_several_streams() -> None:
         assert_same(got, expected)
 
 
+def test_output_dropped_while_another_stream_still_reads_it() -> None:
+    fast = compiled(wave, "cuda")
+    one, other = torch.cuda.Stream(), torch.cuda.Stream()
+    inputs = inputs_of("cuda", 1 << 14, calls=4)
+    expected = wave(inputs[1])
+    torch.cuda.synchronize()
+    with torch.cuda.stream(one):
+        for _ in range(3):
+            fast(inputs[0])
+        y = fast(inputs[1])
+    with torch.cuda.stream(other):
+        held = fast(inputs[2])  # ordered behind the replay above, on an instance of its own
+    with torch.cuda.stream(one):
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+        got = y.clone()
+        del y
+    with torch.cuda.stream(other):
+        again = fast(inputs[3])
+    torch.cuda.synchronize()
+    assert_same(got, expected)
+    assert_same(held, wave(inputs[2]))
+    assert_same(again, wave(inputs[3]))
+
+
+def test_sign_of_a_cpu_zero() -> None:
+    def divide(x: Tensor, by: Tensor) -> Tensor:
+        return x / by
+
+    fast = compiled(divide, "cuda")
+    for value in (0.0, 0.0, -0.0, -0.0, 0.0):
+        x, by = torch.ones(8, device="cuda"), torch.tensor(value)
+        assert_same(fast(x, by), divide(x, by))
+
+
 def test_reserved_memory_is_flat_over_200_rounds() -> None:
     def measure() -> int:
         gc.collect()

@@ -114,3 +114,42 @@ def test_sizes_share_memory() -> None:
     one_result = sizes[-1] * 1024 * 4
     # Input buffer and three activations of the largest, and what does not fit between; all sizes live in there.
     assert torch.cuda.memory_reserved() - before <= 5 * one_result
+
+
+def test_output_held_beyond_the_release_of_its_graph() -> None:
+    first, _, third = _functions()
+    earlier = torch.compile(first, backend="graphcap", dynamic=False)
+    later = torch.compile(third, backend="graphcap", dynamic=False, options={"max_graphs": 1})
+    with torch.no_grad():
+        x = _whole_numbers(128, 512)
+        for _ in range(3):
+            earlier(x)
+        for _ in range(2):
+            later(x)
+        held, expected = later(x), third(x)  # where the earlier graph keeps an intermediate
+        for _ in range(2):
+            later(_whole_numbers(64, 512))  # releases the graph of 128 rows
+        for _ in range(4):
+            x = _whole_numbers(128, 512)
+            assert torch.equal(earlier(x), first(x))
+            assert torch.equal(held, expected)
+
+
+def test_workspaces_that_others_clear() -> None:
+    first, second, _ = _functions()
+    multiplies = torch.compile(first, backend="graphcap", dynamic=False)
+    adds = torch.compile(second, backend="graphcap", dynamic=False)
+    with torch.no_grad():
+        x = _whole_numbers(128, 512)
+        for _ in range(3):
+            multiplies(x)
+        torch._C._cuda_clearCublasWorkspaces()
+        kept = []
+        for rows in (64, 96, 160, 192):
+            y = _whole_numbers(rows, 512)
+            for _ in range(2):
+                adds(y)
+            kept.append((adds(y), second(y)))
+        for _ in range(3):
+            assert torch.equal(multiplies(x), first(x))
+            assert all(torch.equal(got, expected) for got, expected in kept)
