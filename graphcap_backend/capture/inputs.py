@@ -205,4 +205,10 @@ class Staging:
     def write_back(self, inputs: Sequence[Any]) -> None:
         """Give the caller's tensors what the graph wrote into their stand-ins."""
         for i in self._written_back:
-            _without_expansion(inputs[i]).copy_(_without_expansion(self.buffers[i]))
+            target, written = _without_expansion(inputs[i]), _without_expansion(self.buffers[i])
+            if target.is_inference():
+                # Compiled kernels write to it in any mode, copy_() in its own only.
+                with torch.inference_mode():
+                    target.copy_(written)
+            else:
+                target.copy_(written)

@@ -402,3 +402,19 @@ def check_output_memory_comes_back_as_an_input(device: str) -> None:
         assert_same(got, expected)
         got, expected = fast(got[1][:4], got[0].view(4)), step(expected[1][:4], expected[0].view(4))
         assert_same(got, expected)
+
+
+def check_state_made_under_inference_mode_is_written_outside_it(device: str) -> None:
+    """Eager refuses that; plain Inductor's kernels write all the same."""
+
+    def count(state: Tensor, x: Tensor) -> Tensor:
+        state.add_(x)
+        return state * 2
+
+    fast = compiled(count, device)
+    with torch.inference_mode():
+        state = torch.zeros(4, device=device)
+    with torch.no_grad():
+        for call in range(1, 6):
+            assert_same(fast(state, torch.ones(4, device=device)), torch.full((4,), 2.0 * call, device=device))
+            assert_same(state.clone(), torch.full((4,), float(call), device=device))
