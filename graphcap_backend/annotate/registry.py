@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from graphcap_backend.annotate import cupti
 from graphcap_backend.annotate.process import PROCESS
 from graphcap_backend.annotate.scopes import merge_annotations
-from graphcap_backend.annotate.shape import ShapedNode, exec_ids, without_ids
+from graphcap_backend.annotate.shape import ShapedNode, exec_ids, lacks_source_id, without_ids
 from graphcap_backend.annotate.stacks import (
     Launch,
     Provenance,
@@ -63,6 +63,8 @@ class _Ids(NamedTuple):
 
     top_level: Mapping[int, int]
     all: Mapping[int, int]
+    without_source: Mapping[int, int]
+    """Those of the top level that are reported, or may be, without the source node's id."""
 
 
 class GraphRecord:
@@ -173,31 +175,32 @@ class GraphRecord:
 
     def graph_id(self) -> int:
         """High 32 bits of the keys of this graph's top level now."""
-        exec_id = self._exec_id()
+        exec_id = None if self._by_source else self.keys.exec_graph_id()
         return self.keys.source_graph_id if exec_id is None else exec_id
 
     def node_at(self, key: int) -> int | None:
         """The top-level node that a key stands for now, or None."""
-        exec_id = self._exec_id()
-        if key >> 32 == (self.keys.source_graph_id if exec_id is None else exec_id):
-            return self._nodes_by_id(in_bodies=exec_id is not None).get(key & _LOW_32_BITS)
-        return self._body_keys.get(key) if exec_id is None else None
+        for graph_id, nodes in self._nodes_by_graph():
+            if graph_id == key >> 32:
+                return nodes.get(key & _LOW_32_BITS)
+        return self._body_keys.get(key)
 
     def nodes_by_key(self) -> dict[int, int]:
         """Keys of all nodes now, each with the top-level node it stands for."""
-        exec_id = self._exec_id()
-        high = (self.keys.source_graph_id if exec_id is None else exec_id) << 32
-        top_level = {high | low: node for low, node in self._nodes_by_id(in_bodies=exec_id is not None).items()}
-        return {**top_level, **self._body_keys} if exec_id is None else top_level
+        keys = {graph_id << 32 | low: node for graph_id, nodes in self._nodes_by_graph() for low, node in nodes.items()}
+        return {**keys, **self._body_keys}
 
-    def _exec_id(self) -> int | None:
-        return None if self._by_source else self.keys.exec_graph_id()
-
-    def _nodes_by_id(self, *, in_bodies: bool) -> Mapping[int, int]:
+    def _nodes_by_graph(self) -> list[tuple[int, Mapping[int, int]]]:
+        """Ids that the graph is known by now, each with its nodes' ids."""
         self.resolve()
         if self._ids is None:
             self._ids = self._read_ids()
-        return self._ids.all if in_bodies else self._ids.top_level
+        exec_id = self.keys.exec_graph_id()
+        if exec_id is None:
+            return [(self.keys.source_graph_id, self._ids.top_level)]
+        if not self._by_source:
+            return [(exec_id, self._ids.all)]
+        return [(self.keys.source_graph_id, self._ids.top_level), (exec_id, self._ids.without_source)]
 
     def _read_ids(self) -> _Ids:
         known = self._annotations.keys() | self._launches.keys()
@@ -207,8 +210,9 @@ class GraphRecord:
             nodes = None  # keys of the top level still hold
         if nodes is None:
             flat = {node: node for node in sorted(known)}
-            return _Ids(flat, flat)
-        if lost := [index for index in without_ids(nodes) if index in known and not self._by_source]:
+            return _Ids(flat, flat, {})
+        lost = [] if self._by_source else [index for index in without_ids(nodes) if index in known]
+        if lost:
             PROCESS.warn_once(
                 "bodies without ids",
                 f"work in the bodies of conditional nodes, and of child graphs after one, has no keys in "
@@ -219,6 +223,7 @@ class GraphRecord:
         return _Ids(
             {node_id: path[0] for node_id, path in paths.items() if len(path) == 1},
             {node_id: path[0] for node_id, path in paths.items()},
+            {path[0]: path[0] for path in paths.values() if len(path) == 1 and lacks_source_id(nodes[path[0]].kind)},
         )
 
     def _clear(self) -> None:

@@ -19,6 +19,12 @@ def does_work(kind: str) -> bool:
     return kind not in _SILENT
 
 
+def lacks_source_id(kind: str) -> bool:
+    """Whether CUPTI may report such a node by the executable graph's id only: host functions, and copies
+    between devices, which are memcpy nodes like others."""
+    return kind in ("host", "memcpy")
+
+
 class ShapedNode(Protocol):
     """What is needed of a node."""
 

@@ -241,6 +241,22 @@ def test_bodies_under_source_keys_have_keys_of_their_own_graphs() -> None:
     assert set(mine(get_kernel_py_stacks(), *range(962, 966))) == {962 << 32, 964 << 32, 965 << 32 | 4}
 
 
+def test_nodes_reported_without_their_source_have_an_exec_key_too() -> None:
+    nodes = [SimpleNamespace(kind=kind, body=None) for kind in ("kernel", "host", "memcpy", "memset")]
+    with recorded(AnnotationConfig(key_by="source"), Keys(966, None)) as run, mark_kernels("a"):
+        for _ in nodes:
+            torch.zeros(1)
+    run.record.read_shape_with(lambda: nodes)  # type: ignore[arg-type, return-value]
+    view = get_kernel_annotations()
+    source = {966 << 32 | low for low in range(4)}
+    assert set(mine(view, 966, 967, 968)) == source
+    for exec_id in (967, 968):
+        run.keys.exec_id = exec_id
+        assert set(mine(view, 966, 967, 968)) == source | {exec_id << 32 | 1, exec_id << 32 | 2}
+        assert view[exec_id << 32 | 2] == [{"name": "a"}]
+        assert view.get(exec_id << 32) is None
+
+
 def test_conditional_bodies_have_no_keys_and_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = SimpleNamespace(kind="kernel", body=None)
     conditional = SimpleNamespace(kind="conditional", body=[kernel, kernel])
