@@ -67,12 +67,12 @@ class KeyHistory:
         """Whether a warm key's outputs are large, and cheap to copy beside the work that makes them."""
         return self._warm[key]
 
-    def not_yet(self, key: Key, *, num_captured: int, num_captures: int) -> SkipKind | None:
+    def not_yet(self, key: Key, *, num_captured: int, num_ever: int) -> SkipKind | None:
         """Why a key that has no graphs gets none at this call, or None when it is to be captured.
 
         Args:
             num_captured: keys captured now.
-            num_captures: graphs captured so far, released ones included.
+            num_ever: keys captured so far, released ones included.
         """
         sizes = self._limits.capture_sizes
         if sizes is not None and not all(value in sizes for value in key[0] if isinstance(value, int)):
@@ -81,7 +81,7 @@ class KeyHistory:
             self.add_warm(key)
             self._say_what_keeps_changing(key, num_captured)
             return SkipKind.WARM_UP
-        if num_captures >= 2 * self._limits.max_graphs:
+        if num_ever >= 2 * self._limits.max_graphs:
             # Keys come and go faster than graphs pay for their capture.
             self.say_too_many("no more shapes are captured")
             return SkipKind.TOO_MANY_SHAPES

@@ -77,9 +77,9 @@ class Replayed:
         """Takes down what the next call got and gave, once."""
         self.fallbacks: Counter[SkipKind] = Counter()
         self.num_replays_released = 0
-        self.num_captures = 0
         self.refused: SkipReason | None = None
         self._ran = False
+        self._num_keys_captured = 0
         self._limits = limits
         self._annotations = annotations
         self._on_skip = on_skip
@@ -184,7 +184,7 @@ class Replayed:
         if family is None:
             if self._demote_volatile(inputs, key):
                 key = self._key(inputs)
-            reason = self._keys.not_yet(key, num_captured=len(self._families), num_captures=self.num_captures)
+            reason = self._keys.not_yet(key, num_captured=len(self._families), num_ever=self._num_keys_captured)
             if reason is not None:
                 return self._run_once(inputs, key, reason)
             family = Family(key, self._at_their_inputs(key[2]), written_ranges(inputs, self._roles_met()))
@@ -327,7 +327,7 @@ class Replayed:
                 )
                 self._on_skip(family.refused)
             return None
-        self.num_captures += 1
+        self._num_keys_captured += not family.instances
         return instance
 
     def _donated(self) -> frozenset[int]:

@@ -133,3 +133,18 @@ def test_host_scalars_that_compute_differently_have_keys_of_their_own(one: float
     assert roles.variable_key([torch.tensor(one)]) != roles.variable_key([torch.tensor(other)])
     nan = torch.tensor(float("nan"))
     assert roles.variable_key([nan]) == roles.variable_key([nan.clone()])
+
+
+def test_graphs_that_take_turns_count_as_one_shape() -> None:
+    def add(inputs: list[Any]) -> Sequence[Any]:
+        number, x = inputs
+        inputs.clear()
+        return [x + number]
+
+    callee = Callee(run=add, name="add", device=CPU)
+    replayed = Replayed(callee, limits=ReplayLimits(max_graphs=3), annotations=None, on_skip=lambda reason: None)
+    for number in range(3):
+        held = [replayed([number, torch.ones(2)])[0] for _ in range(5)]  # two that take turns, and one that copies
+        assert all(torch.equal(y, torch.full((2,), 1.0 + number)) for y in held)
+    assert [len(family.instances) for family in replayed.families] == [3, 3, 3]
+    assert replayed.notices == ()
