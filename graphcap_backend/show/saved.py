@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import platform
@@ -124,6 +125,7 @@ def snapshot(compiled_or_graph: Any) -> SavedCapture:
     if hasattr(compiled_or_graph, "capture_begin"):
         capture_nodes(compiled_or_graph)  # raises, saying what such a graph is expected to be
     rows = (compiled_or_graph if isinstance(compiled_or_graph, Report) else report(compiled_or_graph)).parts
+    _learn_ids(captured_graph(graph) for row in rows for graph in row.graphs)
     graphs: list[SavedGraph] = []
     parts = []
     for row in rows:
@@ -143,7 +145,18 @@ def saved_graphs_of_this_process() -> list[SavedGraph]:
 
     with PROCESS.lock:
         captured = [each for each in PROCESS.captured.values() if each.keys.alive()]
+    _learn_ids(captured)
     return [_saved_graph(each, f"graph {number}") for number, each in enumerate(captured)]
+
+
+def _learn_ids(captured: Iterable[CapturedGraph | None]) -> None:
+    """Ask for the ids of all graphs at once: one by one each may take milliseconds. They are remembered."""
+    from graphcap_backend.annotate import cupti
+
+    with cupti.asked_together(), contextlib.suppress(GraphcapError):
+        for each in captured:
+            if each is not None:
+                each.keys.exec_graph_id()
 
 
 def _saved_graph(captured: CapturedGraph, name: str) -> SavedGraph:
