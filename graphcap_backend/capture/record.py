@@ -87,14 +87,17 @@ class CudaKeys:
         exec_id = driver.graph_exec_id(handle)
         return self._ask_cupti(graph) if exec_id is None else exec_id
 
-    def _ask_cupti(self, graph: Any) -> int:
+    def _ask_cupti(self, graph: Any) -> int | None:
         """The id where the driver (before 13.1) cannot tell it; asked once per executable graph."""
         from graphcap_backend.annotate import cupti
 
         # Without keep_graph torch instantiates once, when the capture ends.
         watch = CallWatch.on(graph, "instantiate") if self._keep_graph else None
         calls = 0 if watch is None else watch.count
-        handle: int = graph.raw_cuda_graph_exec()
+        try:
+            handle: int = graph.raw_cuda_graph_exec()
+        except RuntimeError:  # reset by another thread just now
+            return None
         try:
             exec_id = cupti.graph_exec_id(handle)
         except CuptiMissingError:
