@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import backend_inputs, backend_life, backend_models, backend_outputs, backend_shapes, backend_training
+from helpers import (
+    backend_control_flow,
+    backend_inputs,
+    backend_life,
+    backend_models,
+    backend_outputs,
+    backend_shapes,
+    backend_training,
+)
 from helpers.backend_calls import (
     DifferentValuesError,
     Scenario,
@@ -30,7 +38,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
 ]
 
-TOPICS = (backend_outputs, backend_training, backend_inputs, backend_shapes, backend_life, backend_models)
+TOPICS = (
+    
+    backend_control_flow,
+    backend_outputs,
+    backend_training,
+    backend_inputs,
+    backend_shapes,
+    backend_life,
+    backend_models,
+,
+)
 
 
 @pytest.fixture(autouse=True)
