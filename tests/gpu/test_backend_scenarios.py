@@ -39,7 +39,6 @@ pytestmark = [
 ]
 
 TOPICS = (
-    
     backend_control_flow,
     backend_outputs,
     backend_training,
@@ -47,7 +46,6 @@ TOPICS = (
     backend_shapes,
     backend_life,
     backend_models,
-,
 )
 
 
