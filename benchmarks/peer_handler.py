@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from graphcap_backend.annotate.cupti import _GraphData
+
 ENVIRONMENT = "GRAPHCAP_PEER_HANDLER"
 MODULE = "torch.cuda._graph_node_callbacks"
 HINT = (
@@ -52,18 +54,6 @@ class _ResourceData(ctypes.Structure):
         ("context", ctypes.c_void_p),
         ("resource", ctypes.c_void_p),
         ("resource_descriptor", ctypes.c_void_p),
-    )
-
-
-class _GraphData(ctypes.Structure):
-    _fields_ = (
-        ("graph", ctypes.c_void_p),
-        ("original_graph", ctypes.c_void_p),
-        ("node", ctypes.c_void_p),
-        ("original_node", ctypes.c_void_p),
-        ("node_type", ctypes.c_int),
-        ("dependency", ctypes.c_void_p),
-        ("graph_exec", ctypes.c_void_p),
     )
 
 

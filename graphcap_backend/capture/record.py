@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphcap_backend.capture import driver
 from graphcap_backend.capture.bodies import labelled
@@ -23,15 +23,6 @@ if TYPE_CHECKING:
     from graphcap_backend.annotate.registry import GraphRecord
 
 _LOW_32_BITS = 0xFFFF_FFFF
-
-
-class Keys(Protocol):
-    """Identity of one capture of one graph object; what ``annotate`` calls GraphKeys."""
-
-    @property
-    def source_graph_id(self) -> int: ...
-    def exec_graph_id(self) -> int | None: ...
-    def alive(self) -> bool: ...
 
 
 class CudaKeys:
