@@ -137,17 +137,17 @@ class Region:
         )
 
     def say(self, name: str, reason: SkipReason) -> None:
-        """Tell the user of something not captured, once.
+        """Tell the user of something not captured: log it once, or raise.
 
         Raises:
-            SkippedError: with ``on_skip="error"``.
+            SkippedError: with ``on_skip="error"``, each time.
         """
+        if self.options.on_skip == "error":
+            raise SkippedError(f"{name} is not captured: {reason}")
         said = (reason.kind, name)
         if said in self._said or (reason.kind is SkipKind.CPU and self._sibling_said_cpu()):
             return
         self._said.add(said)
-        if self.options.on_skip == "error":
-            raise SkippedError(f"{name} is not captured: {reason}")
         if self.options.on_skip == "warn":
             logger.warning("%s is not captured: %s", name, reason)
 
@@ -216,7 +216,6 @@ def graphcap(
     Raises:
         ValueError: an option that neither graphcap nor Inductor knows.
         NotWarmedUpError: called inside a capture.
-        SkippedError: a subgraph cannot be captured and ``on_skip="error"``.
     """
     ours, for_inductor = split_options(options)
     patches = inductor.inductor_patches(mode, for_inductor)
@@ -226,8 +225,21 @@ def graphcap(
             "cannot be compiled. Call it once with such inputs before the capture."
         )
     region = Region(ours, _torch_compile_wrapper())
-    compiled = inductor.compile_with_hooks(gm, example_inputs, region, patches)
+    try:
+        compiled = inductor.compile_with_hooks(gm, example_inputs, region, patches)
+    except SkippedError as error:
+        return _raising(region, str(error))
     return _settling(region, compiled)
+
+
+def _raising(region: Region, message: str) -> Callable[..., Any]:
+    """In place of a compiled region that must not be skipped: raised while it compiles, Dynamo would wrap the error."""
+
+    def call(*args: Any) -> Any:
+        raise SkippedError(message)
+
+    call.region = region  # type: ignore[attr-defined] # report() finds it as long as Dynamo keeps the callable
+    return call
 
 
 def _settling(region: Region, compiled: Callable[..., Any]) -> Callable[..., Any]:

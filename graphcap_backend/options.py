@@ -27,8 +27,9 @@ class GraphcapOptions:
     capture_sizes: tuple[int, ...] | None = None
     """With dynamic shapes: capture only calls whose symbolic sizes are all in this tuple. None captures every size."""
     on_skip: OnSkip = "warn"
-    """What a subgraph that cannot be captured does: "ignore" lists it in the report, "warn" also logs
-    it once, "error" raises :class:`SkippedError`."""
+    """What a subgraph or a call that cannot be captured does: "ignore" lists it in the report, "warn" also logs
+    it once, "error" raises :class:`SkippedError`, at every such call and before the call does anything. Calls that
+    run uncaptured as they should are no error: the first at each shape, sizes that ``capture_sizes`` leaves out."""
     max_held_instances: int = 2
     """How many instances of one graph take turns when callers keep outputs; beyond that, outputs are copied."""
 

@@ -24,10 +24,12 @@ _COPY_BELOW_SHARE = 4
 
 
 class KeyHistory:
-    """Keys met so far, bounded. A key is captured at its second call; what stands against that is told once.
+    """Keys met so far, bounded. A key is captured at its second call; what stands against that is told.
+
+    ``on_skip`` hears of it at each call concerned, before anything runs or changes: it may raise.
 
     Attributes:
-        notices: what was told.
+        notices: what was told, once for each kind.
     """
 
     def __init__(self, limits: ReplayLimits, callee: Callee, on_skip: Callable[[SkipReason], None]) -> None:
@@ -78,8 +80,8 @@ class KeyHistory:
         if sizes is not None and not all(value in sizes for value in key[0] if isinstance(value, int)):
             return SkipKind.SIZE_NOT_LISTED
         if key not in self._warm:
-            self.add_warm(key)
             self._say_what_keeps_changing(key, num_captured)
+            self.add_warm(key)
             return SkipKind.WARM_UP
         if num_ever >= 2 * self._limits.max_graphs:
             # Keys come and go faster than graphs pay for their capture.
@@ -89,14 +91,15 @@ class KeyHistory:
 
     def _say_what_keeps_changing(self, key: Key, num_captured: int) -> None:
         """Calls whose keys do not come back are never captured; that must not go unsaid."""
+        num_warm = len(self._warm) + 1
         if any(isinstance(value, float | tuple) for value in key[0]):
-            if len(self._warm) == _CHANGING_NUMBERS and not num_captured:
+            if num_warm >= _CHANGING_NUMBERS and not num_captured:
                 self._say(
                     SkipKind.CHANGING_NUMBER,
                     "takes a number that differs from call to call, and a graph would keep the first one",
                     "Pass it as a tensor on the GPU to have this part captured",
                 )
-        elif key[0] and len(self._warm) - num_captured > self._limits.max_graphs:
+        elif key[0] and num_warm - num_captured > self._limits.max_graphs:
             self.say_too_many("a shape is captured when it comes the second time")
 
     def say_too_many(self, consequence: str) -> None:
@@ -108,11 +111,11 @@ class KeyHistory:
         )
 
     def _say(self, kind: SkipKind, detail: str, advice: str) -> None:
-        if kind not in {notice.kind for notice in self.notices}:
-            callee = self._callee
-            notice = SkipReason(kind=kind, detail=f"{callee.name} {detail}", where=callee.where, advice=advice)
+        callee = self._callee
+        notice = SkipReason(kind=kind, detail=f"{callee.name} {detail}", where=callee.where, advice=advice)
+        if kind not in {told.kind for told in self.notices}:
             self.notices.append(notice)
-            self._on_skip(notice)
+        self._on_skip(notice)
 
 
 def num_bytes(values: Sequence[Any]) -> int:

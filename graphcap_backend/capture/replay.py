@@ -178,7 +178,7 @@ class Replayed:
         """Serve a call that the most recent key's idle instances could not."""
         self._meet(inputs)
         if self.refused is not None:
-            return self._uncaptured(inputs, self.refused.kind)
+            return self._run_refused(inputs, self.refused)
         key = self._key(inputs)
         family = self._families.get(key)
         if family is None:
@@ -191,15 +191,12 @@ class Replayed:
             family.refused = refuse_layout(inputs, self._roles_met())
             family.copies_only = self._keys.copies_outputs(key)
             self._keep(family)
-            if family.refused is not None:
-                self._on_skip(family.refused)
         if family.refused is not None:
-            return self._uncaptured(inputs, family.refused.kind)
+            return self._run_refused(inputs, family.refused)
         self._families.move_to_end(key)
         overlap = refuse_written_overlap(inputs, self._roles_met(), family.written)
         if overlap is not None:
-            self._on_skip(overlap)
-            return self._uncaptured(inputs, overlap.kind)
+            return self._run_refused(inputs, overlap)
         instance = self._open_instance(family, inputs)
         if instance is None:
             return self._uncaptured(inputs, family.refused.kind if family.refused else SkipKind.OUTPUTS_HELD)
@@ -226,13 +223,10 @@ class Replayed:
         if met is None:
             device = self.callee.device
             met = refuse_inputs(inputs, device) or assign_roles(inputs, self.callee.static, self.callee.mutated, device)
-        new = kinds not in self._met
         self._met[kinds] = met
         self.refused = met if isinstance(met, SkipReason) else None
         if isinstance(met, InputRoles):
             self._take_roles(met)
-        elif new:
-            self._on_skip(met)  # which may raise
 
     def _take_roles(self, roles: InputRoles) -> None:
         self._roles = roles
@@ -280,8 +274,9 @@ class Replayed:
         self._families[family.key] = family
         while len(self._families) > self._limits.max_graphs:
             _, oldest = self._families.popitem(last=False)
+        if len(self._families) >= self._limits.max_graphs:
+            self._keys.say_too_many("the least recently used graph makes room for a new one")
             self._release(oldest)
-            self._keys.say_too_many("the least recently used graph was released")
 
     def _open_instance(self, family: Family, inputs: list[Any]) -> Instance | None:
         """An instance that may be replayed now, captured if need be; None when capturing fails."""
@@ -342,6 +337,11 @@ class Replayed:
     def _uncaptured(self, inputs: list[Any], kind: SkipKind) -> Sequence[Any]:
         self.fallbacks[kind] += 1
         misaligned = self._arena.device.misaligned(inputs)
+    def _run_refused(self, inputs: list[Any], reason: SkipReason) -> Sequence[Any]:
+        """Serve a call that cannot be captured. ``on_skip`` hears of each, and may raise: nothing has run yet."""
+        self._on_skip(reason)
+        return self._uncaptured(inputs, reason.kind)
+
         if not misaligned:
             return self._run(inputs)
         originals = [(inputs[i], i) for i in misaligned]

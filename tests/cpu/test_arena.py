@@ -91,7 +91,7 @@ def _replayed(on_skip: Callable[[SkipReason], None], run: Callable[[list[Any]], 
     return Replayed(callee, limits=ReplayLimits(), annotations=None, on_skip=on_skip)
 
 
-def test_refused_inputs_stay_refused_when_the_refusal_raised() -> None:
+def test_a_refusal_that_raises_does_so_at_every_call_before_anything_runs() -> None:
     def refuse(reason: SkipReason) -> None:
         raise SkippedError(str(reason))
 
@@ -101,12 +101,12 @@ def test_refused_inputs_stay_refused_when_the_refusal_raised() -> None:
         return [torch.rand(2, generator=generator)]
 
     replayed = _replayed(refuse, draw)
-    with pytest.raises(SkippedError, match=r"torch\.Generator"):
-        replayed([torch.Generator()])
+    generator = torch.Generator().manual_seed(3)
     for _ in range(3):
-        (got,) = replayed([torch.Generator().manual_seed(3)])
-        assert torch.equal(got, torch.rand(2, generator=torch.Generator().manual_seed(3)))
+        with pytest.raises(SkippedError, match=r"torch\.Generator"):
+            replayed([generator])
     assert replayed.refused is not None
+    assert torch.equal(torch.rand(2, generator=generator), torch.rand(2, generator=torch.Generator().manual_seed(3)))
 
 
 def test_a_failed_capture_holds_no_pool() -> None:
@@ -148,3 +148,23 @@ def test_graphs_that_take_turns_count_as_one_shape() -> None:
         assert all(torch.equal(y, torch.full((2,), 1.0 + number)) for y in held)
     assert [len(family.instances) for family in replayed.families] == [3, 3, 3]
     assert replayed.notices == ()
+
+
+def test_a_number_that_keeps_changing_is_refused_at_every_call_from_the_fourth_on() -> None:
+    def refuse(reason: SkipReason) -> None:
+        raise SkippedError(str(reason))
+
+    def scale(inputs: list[Any]) -> Sequence[Any]:
+        number, x = inputs
+        inputs.clear()
+        return [x * number]
+
+    replayed, x = _replayed(refuse, scale), torch.ones(2)
+    for number in (0.5, 1.5, 2.5):
+        assert replayed([number, x])[0].tolist() == [number] * 2
+    for number in (3.5, 3.5, 4.5):  # one that was refused has not run: it is not captured the next time
+        with pytest.raises(SkippedError, match="differs from call to call"):
+            replayed([number, x])
+    assert replayed([1.5, x])[0].tolist() == [1.5, 1.5]
+    assert replayed.num_replays == 1
+    assert [notice.kind for notice in replayed.notices] == ["changing_number"]

@@ -10,7 +10,7 @@ import torch
 from helpers import backend_shapes
 from helpers.backend_calls import Scenario, assert_captured, compiled, fresh_compiler, parts, scenario_name, scenarios
 
-from graphcap_backend import report
+from graphcap_backend import SkippedError, report
 from graphcap_backend.backend import graphcap
 from graphcap_backend.options import GraphcapOptions
 
@@ -92,6 +92,40 @@ def test_on_the_cpu_without_host_capture_it_says_so_once() -> None:
     assert len(seen) == 1
     assert "host_capture" in seen[0]
     assert [part.state for part in parts(fast)] == ["skipped", "skipped"]
+
+
+def test_on_the_cpu_without_host_capture_every_call_raises_with_on_skip_error() -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 2
+
+    fast = compiled(broken, "cuda", on_skip="error")  # no host_capture
+    for _ in range(3):
+        with pytest.raises(SkippedError, match="host_capture"):
+            fast(torch.ones(2))
+    assert [part.state for part in report(fast).parts] == ["skipped"]
+
+
+def test_every_backward_raises_with_on_skip_error() -> None:
+    class Masked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * grad[grad > 0].sum()
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        fast = compiled(lambda x: Masked.apply(x) + 1, "cpu", on_skip="error")
+        x = torch.ones(3, requires_grad=True)
+        fast(x).sum().backward()
+        for _ in range(3):
+            with pytest.raises(SkippedError, match="backward"):
+                fast(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3, 3, 3]
 
 
 @pytest.mark.parametrize("thing", [lambda x: x, 3, torch.compile(lambda x: x, backend="eager")])

@@ -201,9 +201,53 @@ def check_on_skip(device: str) -> None:
             torch._dynamo.reset()
             fast = compiled(refused, device, on_skip="error")
             assert_same(fast(x), refused(x))
-            with pytest.raises(SkippedError, match=r"backend_shapes\.py"):
-                fast(x)
-            assert_same(fast(x), refused(x))
+            for _ in range(3):
+                with pytest.raises(SkippedError, match=r"backend_shapes\.py"):
+                    fast(x)
+            assert parts(fast)[0].fallbacks == {"warm_up": 1}
+
+
+def check_on_skip_error_without_a_refusal(device: str) -> None:
+    fast = compiled(pooled, device, on_skip="error", dynamic=True)
+    calls = sized(device, *[4, 5] * 6)
+    held = [fast(*call) for call in calls]  # every result in use
+    assert_same(held, [pooled(*call) for call in calls])
+    assert_captured(fast)
+
+
+def check_on_skip_error_at_every_call_with_overlap(device: str) -> None:
+    def add_in_place(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        return x + y
+
+    fast = compiled(add_in_place, device, on_skip="error")
+    calls = [[torch.ones(4, device=device), torch.ones(4, device=device)] for _ in range(3)]
+    for x, y in calls:
+        assert_same(fast(x, y), torch.full((4,), 3.0, device=device))
+    for _ in range(3):
+        base = torch.ones(8, device=device)
+        with pytest.raises(SkippedError, match="shares memory"):
+            fast(base[:4], base[4:])
+        assert base.eq(1).all()  # nothing was written
+    assert parts(fast)[0].fallbacks == {"warm_up": 1}
+
+
+def check_on_skip_error_at_every_new_shape_above_the_limit(device: str) -> None:
+    fast = compiled(pooled, device, on_skip="error", dynamic=True, max_graphs=2)
+
+    def call(size: int) -> None:
+        (x,) = sized(device, size)[0]
+        assert_same(fast(x), pooled(x))
+
+    for size in (6, 6, 4, 4, 6, 5):
+        call(size)
+    for _ in range(2):
+        with pytest.raises(SkippedError, match="max_graphs"):
+            call(5)
+        call(6)  # no graph made room
+        call(4)
+    assert parts(fast)[0].num_keys == 2
+    assert parts(fast)[0].fallbacks == {"warm_up": 3}
 
 
 def check_report_and_its_graphs(device: str) -> None:
