@@ -244,13 +244,13 @@ def _raising(region: Region, message: str) -> Callable[..., Any]:
 
 def _settling(region: Region, compiled: Callable[..., Any]) -> Callable[..., Any]:
     """The callable that Dynamo gets: the first call decides what serves the later ones."""
-    serve: Callable[[tuple[Any, ...]], Any] | None = None
+    serve: Callable[[list[Any]], Any] | None = None
     settled = False
 
     def call(*args: Any) -> Any:
         nonlocal serve, settled
         if serve is not None:
-            return serve(args)
+            return serve(list(args))
         if settled:
             return compiled(*args)
         only = region.only_part()
@@ -267,7 +267,7 @@ def _settling(region: Region, compiled: Callable[..., Any]) -> Callable[..., Any
 
 def _direct_way(
     part: Replayed, args: Sequence[Any], outputs: Sequence[Any], witness: Witness
-) -> Callable[[tuple[Any, ...]], Any] | None:
+) -> Callable[[list[Any]], Any] | None:
     """A way to ``part`` past what lies between, if that passed on the very objects of the call; or None.
 
     What AOTAutograd's wrappers and the generated module's runner do is fixed when the graph is compiled:
@@ -280,7 +280,7 @@ def _direct_way(
     if given is None or handed is None:
         return None
     if given == list(range(len(args))) and handed == list(range(len(witness.outputs))):
-        return lambda args: part(list(args))
+        return part.__call__
     pick, hand = picker(given), picker(handed)
     return lambda args: hand(part(pick(args)))
 

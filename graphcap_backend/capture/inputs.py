@@ -80,6 +80,11 @@ def refuse_inputs(inputs: Sequence[Any], device: torch.device) -> SkipReason | N
     for index, value in enumerate(inputs):
         if isinstance(value, torch.Generator):
             return SkipReason(kind=SkipKind.GENERATOR_INPUT, detail=f"input {index} is a torch.Generator")
+        if isinstance(value, list | tuple) and any(isinstance(part, Tensor) for part in value):
+            # Inductor passes the state of a loop from one partition to the next in such a way.
+            return SkipReason(
+                kind=SkipKind.SEQUENCE_INPUT, detail=f"input {index} is a {type(value).__name__} of tensors"
+            )
         if not isinstance(value, Tensor) or value.device == device or _is_host_scalar(value, device):
             continue
         if value.device.type == "cpu":
@@ -157,7 +162,7 @@ class Staging:
     is in it need only last from ``load`` to the end of one replay.
     """
 
-    __slots__ = ("_expanded", "_filled", "_targets", "_written_back", "buffers", "num_bytes")
+    __slots__ = ("_expanded", "_filled", "_targets", "_written_back", "buffers", "num_bytes", "writes_back")
 
     def __init__(self, inputs: Sequence[Any], roles: InputRoles) -> None:
         self.buffers: dict[int, Tensor] = {}
@@ -168,6 +173,7 @@ class Staging:
         # A tensor that repeats itself along a dimension is copied once, not once per repetition.
         self._expanded = any(_expanded_dims(inputs[i]) for i in self._filled)
         self._written_back = tuple(i for i in roles.written_back if inputs[i].numel())
+        self.writes_back = bool(self._written_back)
         self.num_bytes = sum(buffer.untyped_storage().nbytes() for buffer in self.buffers.values())
         self._set_targets()
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from graphcap_backend.annotate.config import AnnotationConfig
     from graphcap_backend.capture.arena import Arena, Pool
     from graphcap_backend.capture.record import CapturedGraph
+
+
+_detach: Callable[[Tensor], Tensor] = torch.Tensor.detach
 
 
 class Instance:
@@ -76,7 +80,8 @@ class Instance:
         # Copied right after each replay, so the memory may serve other graphs in between.
         self._own = self._disowned(own) if self.copies and arena.device.shares_memory else own
         del own
-        self._hand_out = HandOut(plan, len(self._own), len(inputs))
+        hand_out = HandOut(plan, len(self._own), len(inputs))
+        self._hand_out = None if hand_out.passes_on else hand_out
         for out in self.owned:
             out.set_baseline()
         self._watched = list(self.owned)
@@ -133,7 +138,7 @@ class Instance:
 
     def idle(self) -> bool:
         """Whether a replay would overwrite nothing that somebody still holds."""
-        return not any_in_use(self._probes)
+        return not any_in_use(self.probes)
 
     def streams(self) -> set[int | None]:
         """Where callers were given what a replay overwrites (None: on the arena's first stream)."""
@@ -151,7 +156,7 @@ class Instance:
 
     def refresh_probes(self) -> None:
         """Baselines of watched outputs have changed."""
-        self._probes = [out.probe() for out in self._watched]
+        self.probes = [out.probe() for out in self._watched]
 
     def unwatch_released(self) -> None:
         """Drop watched outputs whose graph is gone and that nobody holds."""
@@ -160,12 +165,14 @@ class Instance:
 
     def replay(self, inputs: list[Any]) -> list[Any]:
         """Run the graph on this call's inputs. Gradients must be off; the arena's lock must be held."""
-        self._staging.load(inputs)
+        staging = self._staging
+        staging.load(inputs)
         self._launch()
-        self._staging.write_back(inputs)
+        if staging.writes_back:
+            staging.write_back(inputs)
         self.num_replays += 1
-        own = copy_outputs(self._own) if self.copies else [tensor.detach() for tensor in self._own]
-        return self._hand_out(own, inputs)
+        own = copy_outputs(self._own) if self.copies else list(map(_detach, self._own))
+        return own if self._hand_out is None else self._hand_out(own, inputs)
 
     @property
     def num_bytes(self) -> int:
@@ -182,6 +189,6 @@ class Instance:
         self._own = []
         self.owned = []
         self._watched = []
-        self._probes = []
+        self.probes = []
         self._staging.buffers.clear()
         self._pool = None

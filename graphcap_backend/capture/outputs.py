@@ -210,12 +210,11 @@ class HandOut:
                 positions.append(num_own + output.index)
                 if output.view is not None:
                     self._views.append((position, output.index, output.view))
-        self._all_own = positions == list(range(num_own))
+        self.passes_on = positions == list(range(num_own))
+        """Whether the tensors to give away are the outputs as they are, so that there is nothing to make."""
         self._pick = picker(positions)
 
     def __call__(self, own: list[Tensor], inputs: Sequence[Any]) -> list[Any]:
-        if self._all_own:
-            return list(own)
         given = self._pick([*own, *inputs, *self._constants])
         for position, index, (size, stride, offset) in self._views:
             base = inputs[index]

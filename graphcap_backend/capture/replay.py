@@ -16,6 +16,7 @@ A call at a captured key takes the first way that is open:
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from graphcap_backend.capture.arena import Arena
+from graphcap_backend.capture.call_watch import CallWatch
 from graphcap_backend.capture.callee import Callee, Family, ReplayLimits, Witness
 from graphcap_backend.capture.inputs import (
     InputRoles,
@@ -37,6 +39,7 @@ from graphcap_backend.capture.inputs import (
 )
 from graphcap_backend.capture.instance import Instance
 from graphcap_backend.capture.key_history import Key, KeyHistory, num_bytes
+from graphcap_backend.capture.outputs import any_in_use
 from graphcap_backend.capture.skip import SkipKind, SkipReason
 from graphcap_backend.errors import NotWarmedUpError
 
@@ -54,6 +57,8 @@ def _same_addresses_in_python(tensors: list[Any], addresses: list[int], indices:
 _same_addresses: Callable[[list[Any], list[int], list[int]], bool] = getattr(
     torch._C, "_tensors_data_ptrs_at_indices_equal", _same_addresses_in_python
 )
+_is_grad_enabled = torch.is_grad_enabled
+_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 class Replayed:
@@ -119,8 +124,7 @@ class Replayed:
         """Serve one call. ``inputs`` is cleared, as Inductor's callables do."""
         if self._is_capturing():
             return self._run_inside(inputs)
-        grad = torch.is_grad_enabled()
-        arena = self._arena
+        grad = _is_grad_enabled()
         with self._lock:
             family = self._current
             if (
@@ -130,20 +134,21 @@ class Replayed:
                 and (not family.written or not reads_any(inputs, self._copied, family.written))
             ):
                 for instance in family.instances:
-                    if instance.idle():
+                    if not any_in_use(instance.probes):
+                        arena = self._arena
                         if arena.several_streams or self._current_stream() != arena.last_stream:
                             arena.order(instance)
                         if not grad:
                             outputs = instance.replay(inputs)
                         else:
-                            torch._C._set_grad_enabled(False)
+                            _set_grad_enabled(False)
                             try:
                                 outputs = instance.replay(inputs)
                             finally:
-                                torch._C._set_grad_enabled(True)
+                                _set_grad_enabled(True)
                         inputs.clear()
                         return outputs
-            with arena.device.made_current():
+            with self._arena.device.made_current():
                 return self._other_way(inputs)
 
     def _run_inside(self, inputs: list[Any]) -> Sequence[Any]:
@@ -271,11 +276,11 @@ class Replayed:
 
     def _keep(self, family: Family) -> None:
         """Enter a family, releasing the least recently used ones above the limit."""
+        if len(self._families) >= self._limits.max_graphs:
+            self._keys.say_too_many("the least recently used graph makes room for a new one")
         self._families[family.key] = family
         while len(self._families) > self._limits.max_graphs:
             _, oldest = self._families.popitem(last=False)
-        if len(self._families) >= self._limits.max_graphs:
-            self._keys.say_too_many("the least recently used graph makes room for a new one")
             self._release(oldest)
 
     def _open_instance(self, family: Family, inputs: list[Any]) -> Instance | None:
@@ -293,9 +298,29 @@ class Replayed:
             family.full = True
             return None
         family.instances.append(captured)
+        self._drop_when_reset(captured, family.key)
         if self._on_capture is not None:
             self._on_capture(captured)
         return captured
+
+    def _drop_when_reset(self, instance: Instance, key: Key) -> None:
+        """Once somebody resets the graph (the report gives it away) its key is captured anew, at the next call."""
+        myself, reset = weakref.ref(self), weakref.ref(instance)
+
+        def drop() -> None:
+            alive = myself()
+            if alive is not None:
+                alive._drop(key, reset())
+
+        CallWatch.on(instance.graph, "reset").tell(drop)
+
+    def _drop(self, key: Key, instance: Instance | None) -> None:
+        with self._lock:
+            family = self._families.get(key)
+            if family is not None and instance in family.instances:  # else it is being released already
+                del self._families[key]
+                self._release(family)
+                self._num_keys_captured -= 1
 
     def _capture(self, family: Family, inputs: list[Any], turn: int | None) -> Instance | None:
         try:
@@ -334,14 +359,14 @@ class Replayed:
         saved = frozenset(self.callee.static) if self.callee.is_backward else frozenset()
         return self.callee.donated | saved.intersection(self._roles_met().copied)
 
-    def _uncaptured(self, inputs: list[Any], kind: SkipKind) -> Sequence[Any]:
-        self.fallbacks[kind] += 1
-        misaligned = self._arena.device.misaligned(inputs)
     def _run_refused(self, inputs: list[Any], reason: SkipReason) -> Sequence[Any]:
         """Serve a call that cannot be captured. ``on_skip`` hears of each, and may raise: nothing has run yet."""
         self._on_skip(reason)
         return self._uncaptured(inputs, reason.kind)
 
+    def _uncaptured(self, inputs: list[Any], kind: SkipKind) -> Sequence[Any]:
+        self.fallbacks[kind] += 1
+        misaligned = self._arena.device.misaligned(inputs)
         if not misaligned:
             return self._run(inputs)
         originals = [(inputs[i], i) for i in misaligned]

@@ -19,6 +19,8 @@ class SkipKind(StrEnum):
     """A tensor on the CPU is an input of a subgraph on a GPU; its value would be frozen into the graph."""
     OTHER_DEVICE_INPUT = "other_device_input"
     GENERATOR_INPUT = "generator_input"
+    SEQUENCE_INPUT = "sequence_input"
+    """A list or tuple of tensors, which no replay follows: what a loop of tensors carries."""
     OVERLAP = "overlap"
     """An input overlaps itself, or a mutated input overlaps another one."""
     CAPTURE_FAILED = "capture_failed"
