@@ -35,7 +35,7 @@ class PartReport:
     where: str | None
     num_keys: int
     graphs: tuple[Any, ...]
-    """Captured graph objects, oldest first; ``capture_nodes`` takes them."""
+    """Captured graph objects, oldest first; ``capture_nodes`` takes them. ``reset()`` gives up all of a shape."""
     num_nodes: int
     """Nodes of all its graphs together."""
     num_bytes: int

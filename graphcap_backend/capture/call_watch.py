@@ -22,6 +22,7 @@ class CallWatch:
         self._graph = weakref.ref(graph)
         self._name = name
         self._covered = covered
+        self._told: list[Callable[[], None]] = []
 
     @classmethod
     def on(cls, graph: Any, name: str) -> CallWatch:
@@ -32,9 +33,15 @@ class CallWatch:
             setattr(graph, name, found)
         return found
 
+    def tell(self, listener: Callable[[], None]) -> None:
+        """Have ``listener`` called before each call of the method; it lives as long as the graph."""
+        self._told.append(listener)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.count += 1
         try:
+            for listener in self._told:
+                listener()
             if self._covered is not None:
                 return self._covered(*args, **kwargs)
             graph = self._graph()

@@ -164,6 +164,14 @@ def test_watches_neither_keep_the_graph_nor_hide_what_they_cover() -> None:
     reset()  # of a graph that is gone: nothing to do
 
 
+def test_listeners_are_told_before_the_method_runs() -> None:
+    g = SameAddresses()
+    seen: list[bool] = []
+    CallWatch.on(g, "reset").tell(lambda: seen.append(g.is_captured))
+    g.reset()
+    assert (seen, g.is_captured) == ([True], False)
+
+
 def test_cupti_is_given_back_at_the_end_of_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
 

@@ -206,3 +206,66 @@ def check_garbage_collection_and_default_modes_are_restored(device: str) -> None
                 assert not torch.is_inference_mode_enabled()
         finally:
             gc.enable()
+
+
+def check_graphs_of_the_report_that_the_user_resets(device: str) -> None:
+    fast = compiled(wave, device)
+    inputs = inputs_of(device, 4, calls=5)
+    held = [fast(x) for x in inputs]
+    before = report(fast).graphs
+    assert len(before) == 3  # two that take turns, and one that copies
+    replays = parts(fast)[0].num_replays
+    before[0].reset()
+    assert report(fast).graphs == ()
+    for x in inputs:
+        assert_same(fast(x), wave(x))
+    before[1].reset()  # nothing any more
+    assert_captured(fast, replays=replays + len(inputs))
+    assert not {id(g) for g in report(fast).graphs} & {id(g) for g in before}
+    assert_same(held, [wave(x) for x in inputs])
+
+
+def check_resets_do_not_count_as_shapes(device: str) -> None:
+    fast = compiled(wave, device, max_graphs=1)
+    for x in inputs_of(device, 4, calls=5):
+        assert_same(fast(x), wave(x))
+        for g in report(fast).graphs:
+            g.reset()
+    assert parts(fast)[0].num_replays == 4
+    assert parts(fast)[0].fallbacks == {"warm_up": 1}
+
+
+def check_graphs_reset_between_forward_and_backward(device: str) -> None:
+    model, fast = eager_and_compiled(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)), device)
+    for i, x in enumerate(inputs_of(device, 4, 3, calls=8)):
+        model.zero_grad()
+        fast.zero_grad()
+        model(x).square().sum().backward()
+        y = fast(x)
+        if i in (3, 5):
+            for g in report(fast).graphs:
+                g.reset()
+        y.square().sum().backward()
+        assert_same([p.grad for p in fast.parameters()], [p.grad for p in model.parameters()])
+    assert_captured(fast)
+
+
+def check_a_graph_reset_by_another_thread(device: str) -> None:
+    fast = compiled(wave, device)
+    inputs = inputs_of(device, 4, calls=300)
+    done = threading.Event()
+
+    def reset_all() -> None:
+        while not done.is_set():
+            for g in report(fast).graphs:
+                g.reset()
+
+    fast(inputs[0])
+    with ThreadPoolExecutor(1) as pool:
+        resetting = pool.submit(reset_all)
+        try:
+            for x in inputs:
+                assert_same(fast(x), wave(x))
+        finally:
+            done.set()
+        resetting.result()
