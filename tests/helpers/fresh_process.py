@@ -38,7 +38,7 @@ def profiled(work):
     profiler.export_chrome_trace("trace.json")
     with open("trace.json") as file:
         kernels = [event for event in json.load(file)["traceEvents"] if event.get("cat") == "kernel"]
-    print("kernels of the profile:", *kernels, sep="\n")  # what a failure shows
+    print("kernels of the profile:", *kernels, sep="\\n")  # what a failure shows
     return len(kernels)
 
 def functions(node):
