@@ -89,6 +89,7 @@ class Region:
                 constants=subgraph.constants,
                 is_backward=subgraph.is_backward,
                 outputs_may_be_copied=subgraph.is_inference,
+                sizes=subgraph.sizes,
                 where=subgraph.where,
             )
         )

@@ -52,6 +52,8 @@ class Subgraph:
     num_partitions: int
     covers_whole_graph: bool
     """Whether nothing of the FX graph runs outside this callable."""
+    sizes: tuple[int, ...] | None
+    """Which inputs are symbolic sizes by themselves, and not computed from such; None: all that are ints."""
     where: str | None
     """A line of the user's code that this subgraph came from, "file:line:function"."""
 
@@ -168,6 +170,7 @@ class _Seam:
                 partition=index,
                 num_partitions=num_partitions,
                 covers_whole_graph=num_partitions == 1 and _only_calls_partition(graph),
+                sizes=None if _partitions(graph) else _sizes(graph),  # partitions take plain sizes only
                 where=_first_line(kwargs.get("stack_traces") or ()) or _where(graph),
             )
         )
@@ -347,6 +350,20 @@ def _partitions(graph: Any) -> Sequence[Any]:
     return graph.partition_maps or ()
 
 
+_ARGUMENTS = re.compile(r"def call\(.*\n +(.*?),? = args\n")
+_SIZE = re.compile(r"^ +[su]\d+ = (\w+)$", re.MULTILINE)
+
+
+def _sizes(graph: Any) -> tuple[int, ...] | None:
+    """Inputs that the generated module takes for a symbol (``s77 = arg0_1``); a backward gets products of them, too."""
+    found = _ARGUMENTS.search(graph.source_code or "")
+    if found is None:
+        return None
+    names = found[1].split(", ")
+    symbols = set(_SIZE.findall(graph.source_code, found.end()))
+    return tuple(i for i, name in enumerate(names) if name in symbols)
+
+
 _LAUNCHES_NOTHING = frozenset(
     {
         "clear",
@@ -440,6 +457,7 @@ def _whole_cpu_graph(graph: Any, constants: Any) -> Subgraph:
         partition=0,
         num_partitions=1,
         covers_whole_graph=True,
+        sizes=_sizes(graph),
         where=_where(graph),
     )
 

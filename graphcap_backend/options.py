@@ -24,8 +24,13 @@ class GraphcapOptions:
     """Record scopes and Python stacks of captured nodes."""
     max_graphs: int = 64
     """Most shape keys kept captured per subgraph; the least recently used one is released for a new one."""
-    capture_sizes: tuple[int, ...] | None = None
-    """With dynamic shapes: capture only calls whose symbolic sizes are all in this tuple. None captures every size."""
+    capture_sizes: tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None
+    """With dynamic shapes: which sizes to capture; calls of others run uncaptured. None captures every size.
+
+    ``(1, 2, 4, 8)``: calls whose symbolic sizes are all among these. Where several dimensions vary, list sizes of
+    each, or combinations: ``((8, 128), (16, 128))`` captures calls whose sizes are all in one of them, in any order,
+    each used once. Symbolic are the sizes (and ints) that Dynamo treats as dynamic, never 0 and 1; a subgraph that
+    has only some of the sizes, as after a graph break, is captured if those fit."""
     on_skip: OnSkip = "warn"
     """What a subgraph or a call that cannot be captured does: "ignore" lists it in the report, "warn" also logs
     it once, "error" raises :class:`SkippedError`, at every such call and before the call does anything. Calls that
@@ -44,10 +49,26 @@ class GraphcapOptions:
         if self.on_skip not in get_args(OnSkip):
             raise ValueError(f"option on_skip must be one of {list(get_args(OnSkip))}, found {self.on_skip!r}")
         if self.capture_sizes is not None:
-            sizes = tuple(self.capture_sizes) if isinstance(self.capture_sizes, Iterable) else (None,)
-            if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
-                raise ValueError(f"option capture_sizes must be ints or None, found {self.capture_sizes!r}")
-            object.__setattr__(self, "capture_sizes", sizes)
+            object.__setattr__(self, "capture_sizes", _sizes(self.capture_sizes))
+
+
+def _sizes(given: object) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
+    """``capture_sizes`` as tuples: sizes, or combinations of sizes."""
+    listed = tuple(given) if isinstance(given, Iterable) else (None,)
+    if all(_is_size(one) for one in listed):
+        return listed
+    if all(isinstance(one, Iterable) for one in listed):
+        combinations = tuple(tuple(one) for one in listed)
+        if all(combinations) and all(_is_size(size) for one in combinations for size in one):
+            return combinations
+    raise ValueError(
+        "option capture_sizes must be None, sizes as in (1, 2, 4), or combinations of sizes as in "
+        f"((8, 128), (16, 128)), found {given!r}"
+    )
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def split_options(options: Mapping[str, Any] | None) -> tuple[GraphcapOptions, dict[str, Any]]:

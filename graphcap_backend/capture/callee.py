@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ class Callee:
     is_backward: bool = False
     outputs_may_be_copied: bool = False
     """Whether large outputs may be copied at every call to save memory; not when they are saved activations."""
+    sizes: tuple[int, ...] | None = None
+    """Which of the inputs that are ints are symbolic sizes, and not computed from such; None: all."""
     where: str | None = None
     """The user's line, for messages."""
 
@@ -40,7 +43,15 @@ class ReplayLimits:
 
     max_graphs: int = 64
     max_held_instances: int = 2
-    capture_sizes: tuple[int, ...] | None = None
+    capture_sizes: tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None
+
+    def lists(self, sizes: Sequence[int]) -> bool:
+        """Whether ``capture_sizes`` wants calls of these symbolic sizes captured."""
+        listed = self.capture_sizes
+        combinations = [Counter(one) for one in listed or () if isinstance(one, tuple)]
+        if combinations:
+            return any(Counter(sizes) <= combination for combination in combinations)
+        return listed is None or all(size in listed for size in sizes)
 
 
 @dataclass(slots=True)

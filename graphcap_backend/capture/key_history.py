@@ -69,15 +69,17 @@ class KeyHistory:
         """Whether a warm key's outputs are large, and cheap to copy beside the work that makes them."""
         return self._warm[key]
 
-    def not_yet(self, key: Key, *, num_captured: int, num_ever: int) -> SkipKind | None:
+    def not_yet(self, key: Key, sizes: tuple[int, ...], *, num_captured: int, num_ever: int) -> SkipKind | None:
         """Why a key that has no graphs gets none at this call, or None when it is to be captured.
 
         Args:
+            sizes: what ``capture_sizes`` is about.
             num_captured: keys captured now.
             num_ever: keys captured so far, released ones included.
         """
-        sizes = self._limits.capture_sizes
-        if sizes is not None and not all(value in sizes for value in key[0] if isinstance(value, int)):
+        if not self._limits.lists(sizes):
+            # Listed in the report, but not said: it is as the user wants it.
+            self._note(SkipKind.SIZE_NOT_LISTED, f"was called with sizes {sizes}, which capture_sizes does not list")
             return SkipKind.SIZE_NOT_LISTED
         if key not in self._warm:
             self._say_what_keeps_changing(key, num_captured)
@@ -111,11 +113,14 @@ class KeyHistory:
         )
 
     def _say(self, kind: SkipKind, detail: str, advice: str) -> None:
+        self._on_skip(self._note(kind, detail, advice))
+
+    def _note(self, kind: SkipKind, detail: str, advice: str = "") -> SkipReason:
         callee = self._callee
         notice = SkipReason(kind=kind, detail=f"{callee.name} {detail}", where=callee.where, advice=advice)
         if kind not in {told.kind for told in self.notices}:
             self.notices.append(notice)
-        self._on_skip(notice)
+        return notice
 
 
 def num_bytes(values: Sequence[Any]) -> int:

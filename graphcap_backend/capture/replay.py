@@ -175,6 +175,11 @@ class Replayed:
         roles = self._roles_met()
         return (*roles.variable_key(inputs), tuple(inputs[i].data_ptr() for i in roles.static))
 
+    def _sizes(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        among = self.callee.sizes
+        ints = [i for i in self._roles_met().values if isinstance(inputs[i], int)]
+        return tuple(inputs[i] for i in ints if among is None or i in among)
+
     def _at_their_inputs(self, addresses: Sequence[int]) -> list[int]:
         of = dict(zip(self._static, addresses, strict=True))
         return [of.get(i, 0) for i in range(max(of, default=-1) + 1)]
@@ -189,7 +194,9 @@ class Replayed:
         if family is None:
             if self._demote_volatile(inputs, key):
                 key = self._key(inputs)
-            reason = self._keys.not_yet(key, num_captured=len(self._families), num_ever=self._num_keys_captured)
+            reason = self._keys.not_yet(
+                key, self._sizes(inputs), num_captured=len(self._families), num_ever=self._num_keys_captured
+            )
             if reason is not None:
                 return self._run_once(inputs, key, reason)
             family = Family(key, self._at_their_inputs(key[2]), written_ranges(inputs, self._roles_met()))

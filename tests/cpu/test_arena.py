@@ -135,6 +135,27 @@ def test_host_scalars_that_compute_differently_have_keys_of_their_own(one: float
     assert roles.variable_key([nan]) == roles.variable_key([nan.clone()])
 
 
+@pytest.mark.parametrize(
+    ("listed", "sizes", "expected"),
+    [
+        (None, (3, 5), True),
+        ((3, 5), (3, 5), True),
+        ((3, 5), (3, 3), True),
+        ((3, 5), (3, 4), False),
+        ((), (3,), False),
+        ((), (), True),
+        (((8, 128), (16, 128)), (128, 8), True),
+        (((8, 128), (16, 128)), (8,), True),  # another subgraph has the other size
+        (((8, 128), (16, 64)), (8, 64), False),
+        (((8, 128),), (8, 8), False),
+        (((8, 8),), (8, 8), True),
+        (((8, 128),), (), True),  # nothing varies
+    ],
+)
+def test_listed_sizes(listed: Any, sizes: tuple[int, ...], expected: bool) -> None:
+    assert ReplayLimits(capture_sizes=listed).lists(sizes) is expected
+
+
 def test_graphs_that_take_turns_count_as_one_shape() -> None:
     def add(inputs: list[Any]) -> Sequence[Any]:
         number, x = inputs

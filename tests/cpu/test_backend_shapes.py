@@ -38,6 +38,11 @@ def test_shapes(scenario: Scenario) -> None:
         ({"on_skip": "shout"}, ValueError, "'warn'"),
         ({"capture_sizes": [1, "a"]}, ValueError, "capture_sizes"),
         ({"capture_sizes": 4}, (TypeError, ValueError), "capture_sizes"),
+        ({"capture_sizes": [4, (8, 128)]}, ValueError, "combinations"),
+        ({"capture_sizes": [(8, 128), ()]}, ValueError, "combinations"),
+        ({"capture_sizes": [(8, True)]}, ValueError, "combinations"),
+        ({"capture_sizes": [-1]}, ValueError, "combinations"),
+        ({"capture_sizes": "48"}, ValueError, "combinations"),
         ({"host_capture": "yes"}, TypeError, "host_capture"),
     ],
 )
@@ -53,6 +58,7 @@ def test_bad_options_name_the_valid_ones(options: dict[str, Any], error: Any, na
 def test_options_are_a_frozen_dataclass() -> None:
     options = GraphcapOptions(capture_sizes=[4, 8])  # type: ignore[arg-type]
     assert options.capture_sizes == (4, 8)
+    assert GraphcapOptions(capture_sizes=[[4, 8], [2, 8]]).capture_sizes == ((4, 8), (2, 8))  # type: ignore[arg-type]
     with pytest.raises(AttributeError):
         options.max_graphs = 3  # type: ignore[misc]
 

@@ -185,6 +185,39 @@ def check_capture_sizes(device: str) -> None:
     assert seen == []
 
 
+def check_combinations_of_capture_sizes(device: str) -> None:
+    def flat(x: Tensor) -> Tensor:
+        return x.reshape(-1).sin() * x.shape[1]
+
+    calls = [[torch.randn(*shape, device=device)] for shape in [(8, 12), (4, 12), (8, 6), (12, 8)] * 3]
+    fast = compare(flat, device, calls, dynamic=True, capture_sizes=((8, 12), (4, 20)))
+    (part,) = parts(fast)
+    assert part.num_keys == 2  # (8, 12) and (12, 8)
+    assert part.fallbacks == {"size_not_listed": 6, "warm_up": 2}
+    (reason,) = part.reasons
+    assert reason.kind == "size_not_listed"
+    assert "(4, 12)" in str(reason)
+
+
+def check_capture_sizes_in_training(device: str) -> None:
+    """A backward is given products of sizes, which nobody has to list."""
+    layers = nn.Sequential(nn.Embedding(50, 16), nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True))
+    for sizes in ((8, 12), ((8, 12),)):
+        torch._dynamo.reset()
+        model, fast = eager_and_compiled(layers, device, dynamic=True, capture_sizes=sizes)
+        for shape in [(8, 12), (4, 12), (8, 12), (8, 12)]:
+            tokens = torch.randint(50, shape, device=device)
+            for m in (model, fast):
+                m.zero_grad()
+                m(tokens).sin().sum().backward()
+            got, expected = ([p.grad for p in m.parameters()] for m in (fast, model))
+            assert_same(got, expected, rtol=1e-3, atol=1e-4)  # sums that nearly cancel
+        assert {part.kind for part in parts(fast)} == {"forward", "backward"}
+        for part in parts(fast):
+            assert part.num_keys == 1
+            assert part.fallbacks == {"size_not_listed": 1, "warm_up": 1}
+
+
 def check_on_skip(device: str) -> None:
     def refused(x: Tensor) -> Tensor:
         return x[x > 0].sum() + 1
