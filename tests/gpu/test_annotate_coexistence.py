@@ -85,7 +85,8 @@ def inside():
 
 x.zero_()
 torch.cuda.synchronize()  # or the profile may see it
-found = profiled(inside)
+# Torch itself fills the generator's seed and offset where a capture begins.
+found = profiled(inside, without="FillFunctor<long>")
 assert found == 4, found
 assert x.tolist() == [2] * 64
 replays(before, kept[0])
