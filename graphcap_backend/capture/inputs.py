@@ -40,6 +40,11 @@ class InputRoles:
         shapes = tuple((inputs[i].size(), inputs[i].stride()) for i in self.copied) if values else ()
         return values + tuple(_host_value(inputs[i]) for i in self.host_scalars), shapes
 
+    def sizes(self, inputs: Sequence[Any], among: Sequence[int] | None) -> tuple[int, ...]:
+        """The inputs that are symbolic sizes: ints at the positions ``among``; None for all positions."""
+        ints = [i for i in self.values if isinstance(inputs[i], int)]
+        return tuple(inputs[i] for i in ints if among is None or i in among)
+
 
 def _host_value(tensor: Tensor) -> tuple[str, Any]:
     # Asking a tensor that turns out to be on the GPU would wait for it; it is of another kind then.
@@ -153,6 +158,15 @@ def _without_expansion(tensor: Tensor) -> Tensor:
     for dim in _expanded_dims(tensor):
         tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+def aligned_copy(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, overlaps included, which torch's allocators align."""
+    if tensor.numel() == 0:
+        return tensor.clone()
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
+    flat = tensor.detach().as_strided((extent,), (1,)).clone()
+    return flat.as_strided(tensor.size(), tensor.stride())
 
 
 class Staging:

@@ -22,13 +22,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from graphcap_backend.capture.arena import Arena
 from graphcap_backend.capture.call_watch import CallWatch
 from graphcap_backend.capture.callee import Callee, Family, ReplayLimits, Witness
 from graphcap_backend.capture.inputs import (
     InputRoles,
+    aligned_copy,
     assign_roles,
     input_kinds,
     reads_any,
@@ -175,11 +175,6 @@ class Replayed:
         roles = self._roles_met()
         return (*roles.variable_key(inputs), tuple(inputs[i].data_ptr() for i in roles.static))
 
-    def _sizes(self, inputs: Sequence[Any]) -> tuple[int, ...]:
-        among = self.callee.sizes
-        ints = [i for i in self._roles_met().values if isinstance(inputs[i], int)]
-        return tuple(inputs[i] for i in ints if among is None or i in among)
-
     def _at_their_inputs(self, addresses: Sequence[int]) -> list[int]:
         of = dict(zip(self._static, addresses, strict=True))
         return [of.get(i, 0) for i in range(max(of, default=-1) + 1)]
@@ -194,9 +189,8 @@ class Replayed:
         if family is None:
             if self._demote_volatile(inputs, key):
                 key = self._key(inputs)
-            reason = self._keys.not_yet(
-                key, self._sizes(inputs), num_captured=len(self._families), num_ever=self._num_keys_captured
-            )
+            sizes = self._roles_met().sizes(inputs, self.callee.sizes)
+            reason = self._keys.not_yet(key, sizes, num_captured=len(self._families), num_ever=self._num_keys_captured)
             if reason is not None:
                 return self._run_once(inputs, key, reason)
             family = Family(key, self._at_their_inputs(key[2]), written_ranges(inputs, self._roles_met()))
@@ -378,7 +372,7 @@ class Replayed:
             return self._run(inputs)
         originals = [(inputs[i], i) for i in misaligned]
         for tensor, i in originals:
-            inputs[i] = _aligned_copy(tensor)
+            inputs[i] = aligned_copy(tensor)
         copies = [(tensor, inputs[i]) for tensor, i in originals if i in self.callee.mutated]
         outputs = self._run(inputs)
         with torch.no_grad():
@@ -401,12 +395,3 @@ class Replayed:
         with self._lock:
             while self._families:
                 self._release(self._families.popitem()[1])
-
-
-def _aligned_copy(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, overlaps included, which torch's allocators align."""
-    if tensor.numel() == 0:
-        return tensor.clone()
-    extent = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
-    flat = tensor.detach().as_strided((extent,), (1,)).clone()
-    return flat.as_strided(tensor.size(), tensor.stride())

@@ -113,6 +113,8 @@ def test_on_the_cpu_without_host_capture_every_call_raises_with_on_skip_error() 
     assert [part.state for part in report(fast).parts] == ["skipped"]
 
 
+# torch before 2.14, tracing the function
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_every_backward_raises_with_on_skip_error() -> None:
     class Masked(torch.autograd.Function):
         @staticmethod

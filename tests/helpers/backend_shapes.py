@@ -205,7 +205,7 @@ def check_capture_sizes_in_training(device: str) -> None:
     for sizes in ((8, 12), ((8, 12),)):
         torch._dynamo.reset()
         model, fast = eager_and_compiled(layers, device, dynamic=True, capture_sizes=sizes)
-        for shape in [(8, 12), (4, 12), (8, 12), (8, 12)]:
+        for shape in [(8, 12), (4, 12), (8, 12), (8, 12), (8, 12)]:
             tokens = torch.randint(50, shape, device=device)
             for m in (model, fast):
                 m.zero_grad()
@@ -214,8 +214,9 @@ def check_capture_sizes_in_training(device: str) -> None:
             assert_same(got, expected, rtol=1e-3, atol=1e-4)  # sums that nearly cancel
         assert {part.kind for part in parts(fast)} == {"forward", "backward"}
         for part in parts(fast):
-            assert part.num_keys == 1
-            assert part.fallbacks == {"size_not_listed": 1, "warm_up": 1}
+            assert part.num_replays > 0
+            assert set(part.fallbacks) == {"size_not_listed", "warm_up"}
+            assert part.fallbacks["size_not_listed"] == 1
 
 
 def check_on_skip(device: str) -> None:
