@@ -62,7 +62,7 @@ def read_body_ids(cuda_graph: int) -> dict[int, int]:
     Bodies are graphs of their own, with ids of their own. Needs a driver for CUDA 13.1.
 
     Raises:
-        CudaError: as ``read_cuda_nodes``, or the driver is older.
+        CudaError: as ``read_cuda_nodes``; names the driver needed where this one is older.
     """
     reader = _Reader(_driver())
     handles = reader.handles(reader.graph(cuda_graph))
@@ -76,7 +76,7 @@ def clone_cuda_graph(cuda_graph: int) -> int:
         CudaError: the driver could not clone it.
     """
     driver = _driver()
-    return int(_checked("cuGraphClone", driver.cuGraphClone(driver.CUgraph(cuda_graph))))
+    return int(_call(driver, "cuGraphClone", driver.CUgraph(cuda_graph)))
 
 
 def destroy_cuda_graph(cuda_graph: int) -> None:
@@ -86,7 +86,7 @@ def destroy_cuda_graph(cuda_graph: int) -> None:
         CudaError: the handle is no graph.
     """
     driver = _driver()
-    _checked("cuGraphDestroy", driver.cuGraphDestroy(driver.CUgraph(cuda_graph)))
+    _call(driver, "cuGraphDestroy", driver.CUgraph(cuda_graph))
 
 
 def _driver() -> Any:
@@ -102,6 +102,36 @@ def _binding_version() -> str:
         return importlib.metadata.version("cuda-bindings")
     except importlib.metadata.PackageNotFoundError:
         return "of an unknown version"
+
+
+_SINCE = {"cuGraphNodeGetToolsId": "13.1", "cuGraphNodeGetParams": "13.2"}
+"""Version of CUDA that a driver must be for to have the call. Drivers without the others are not supported."""
+
+
+def _answer(driver: Any, api: str, *arguments: Any) -> Sequence[Any]:
+    """Make a driver call; its result comes first.
+
+    Raises:
+        CudaError: cuda-bindings, or the driver below it, has no such function, or there is no driver.
+    """
+    function = getattr(driver, api, None)
+    if function is None:
+        raise CudaError(
+            api,
+            f"cuda-bindings {_binding_version()}, which has no such function",
+            "Nodes are read with cuda-bindings of CUDA 13: pip install --upgrade cuda-bindings",
+        )
+    try:
+        answer: Sequence[Any] = function(*arguments)
+    except RuntimeError as error:  # all that cuda-bindings raises by itself: it could not get at the function
+        advice = f"That needs a driver for CUDA {_SINCE.get(api, '13.0')} or later; `nvidia-smi` shows which there is"
+        raise CudaError(api, f"cuda-bindings' error ({error})", advice) from error
+    return answer
+
+
+def _call(driver: Any, api: str, *arguments: Any) -> Any:
+    """What a driver call gives besides its result. Raises: as ``_answer``; also if the result is an error."""
+    return _checked(api, _answer(driver, api, *arguments))
 
 
 def _checked(api: str, answer: Sequence[Any]) -> Any:
@@ -151,14 +181,7 @@ class _Reader:
         return nodes
 
     def _call(self, api: str, *arguments: Any) -> Any:
-        function = getattr(self._driver, api, None)
-        if function is None:
-            raise CudaError(
-                api,
-                f"cuda-bindings {_binding_version()}, which has no such function",
-                "Nodes are read with cuda-bindings of CUDA 13: pip install --upgrade cuda-bindings",
-            )
-        return _checked(api, function(*arguments))
+        return _call(self._driver, api, *arguments)
 
     def graph(self, cuda_graph: int) -> Any:
         return self._driver.CUgraph(cuda_graph)
@@ -234,7 +257,7 @@ class _Reader:
 
     def _cluster(self, handle: Any) -> tuple[int, int, int] | None:
         api = "cuGraphKernelNodeGetAttribute"
-        result, value = getattr(self._driver, api)(handle, self._cluster_attribute)
+        result, value = _answer(self._driver, api, handle, self._cluster_attribute)
         if result.name in ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED"):
             return None  # a device without clusters
         if int(result):
@@ -260,7 +283,7 @@ class _Reader:
         if number == _UNIFIED:
             attribute = self._driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
             # Fails for memory that CUDA does not know: pageable, or freed since.
-            result, found = self._driver.cuPointerGetAttribute(attribute, address)
+            result, found = _answer(self._driver, "cuPointerGetAttribute", attribute, address)
             if not int(result):
                 number = int(found)
         return _MEMORY.get(number, "unknown")
@@ -326,12 +349,9 @@ class _Reader:
 
     def _conditional_params(self, handle: Any) -> Any | None:
         """Parameters of a conditional node; None where driver or binding cannot tell."""
-        read = getattr(self._driver, "cuGraphNodeGetParams", None)
-        if read is None:
-            return None
         try:
-            result, params = read(handle)
-        except RuntimeError:  # the binding knows the call (CUDA 13.2), the driver does not
+            result, params = _answer(self._driver, "cuGraphNodeGetParams", handle)
+        except CudaError:
             return None
         if result.name in ("CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER"):
             return None
