@@ -6,6 +6,7 @@ after activity records were on, a replay behind ``cuptiFinalize`` is a segmentat
 
 from __future__ import annotations
 
+import ctypes
 from types import TracebackType
 from typing import Any
 
@@ -49,6 +50,7 @@ class ActivityRecords:
                 kind = getattr(self._api.ActivityKind, name)
                 self._call("activity_enable", kind)
                 self._enabled.append(kind)
+            self._num_dropped()  # counts from the last time that somebody asked
         except CuptiError:
             self._disable()
             raise
@@ -57,12 +59,32 @@ class ActivityRecords:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Stop recording.
+
+        Raises:
+            CuptiError: records were lost, or could not be read: what was found is not all that ran.
+        """
         try:
             self._call("activity_flush_all", _FLUSH_UNFINISHED)
+            num_dropped = self._num_dropped()
         finally:
             self._disable()
-        if self._failure is not None and error is None:
+        if error is not None:
+            return
+        if self._failure is not None:
             raise CuptiError("reading activity records", repr(self._failure)) from self._failure
+        if num_dropped:
+            raise CuptiError(
+                "recording activities",
+                f"{num_dropped} records dropped beside {len(self.found)} that arrived",
+                "CUPTI had no buffer for them, so times would be too short. Measure less at once: smaller num_replays",
+            )
+
+    def _num_dropped(self) -> int:
+        """Records lost since this was last asked."""
+        number = ctypes.c_size_t()
+        self._call("activity_get_num_dropped_records", 0, 0, ctypes.addressof(number))
+        return number.value
 
     def _disable(self) -> None:
         while self._enabled:

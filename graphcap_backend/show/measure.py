@@ -50,6 +50,7 @@ def profile_replays(
         GraphcapError: nothing is captured, or every call captures something new.
         CuptiBusyError: somebody else holds CUPTI: torch.profiler after its first profile, Nsight.
         CuptiMissingError: libcupti or cupti-python is not there.
+        CuptiError: CUPTI dropped records, so that times would be wrong; or another call into it failed.
     """
     if not isinstance(num_replays, int) or isinstance(num_replays, bool) or num_replays < 1:
         raise ValueError(f"num_replays must be an int of at least 1, found {num_replays!r}")
