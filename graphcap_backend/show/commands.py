@@ -15,6 +15,8 @@ from graphcap_backend.show.profile import NO_LINE, NO_SCOPE, Profile, nodes_by, 
 from graphcap_backend.show.saved import SavedCapture, SavedGraph, SavedPart, split_frame
 
 _SHOWN = 10
+_NONE = "none"
+_DRIVER_NEEDED = 13000
 
 
 def nodes_text(capture: SavedCapture, options: dict[str, Any]) -> Iterator[str]:
@@ -114,19 +116,27 @@ def environment() -> Iterator[Finding]:
     yield Finding(name="python", found=platform.python_version())
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     yield Finding(name="torch", found=f"{torch.__version__}, {built}")
-    yield _device(torch)
-    yield _driver()
+    driver = _driver()
+    yield _device(torch, driver)
+    yield driver
     yield _package("cuda-bindings", "nodes of CUDA graphs can't be read: pip install cuda-bindings")
-    yield _cupti()
+    yield _cupti(torch, driver)
     yield _package("cupti-python", "profile_replays() can't time a GPU: pip install 'cupti-python>=13.0.1,<13.1'")
     yield _package("triton", "Inductor can't compile for a GPU")
     yield Finding(name="HostGraph", found="works (captures on the CPU need nothing else)")
 
 
-def _device(torch: Any) -> Finding:
+def _device(torch: Any, driver: Finding) -> Finding:
     if torch.cuda.is_available():
         return Finding(name="GPU", found=", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))))
-    return Finding(name="GPU", found="none", missing="captures go to a HostGraph: options={'host_capture': True}")
+    if torch.version.cuda is None:
+        why = "torch is built without CUDA"
+    elif driver.found == _NONE:
+        why = "there is no NVIDIA driver"
+    else:
+        why = f"the driver ({driver.found}) shows none to torch: too old for it, or CUDA_VISIBLE_DEVICES hides them"
+    missing = f"{why}; captures go to a HostGraph: options={{'host_capture': True}}"
+    return Finding(name="GPU", found=_NONE, missing=missing)
 
 
 def _driver() -> Finding:
@@ -134,16 +144,22 @@ def _driver() -> Finding:
 
     try:
         version = edge_walk.driver_version()
-    except (GraphcapError, OSError) as error:
-        return Finding(name="driver", found="none", missing=f"no CUDA here ({error})")
-    return Finding(name="driver", found=f"CUDA {version // 1000}.{version % 1000 // 10}")
+    except OSError as error:
+        return Finding(name="driver", found=_NONE, missing=f"no NVIDIA driver is installed ({error}): no GPU is used")
+    except GraphcapError as error:
+        return Finding(name="driver", found="not usable", missing=f"no GPU is used: {error}")
+    missing = "" if version >= _DRIVER_NEEDED else "GPUs are captured on with a driver for CUDA 13.0 or later"
+    return Finding(name="driver", found=f"CUDA {version // 1000}.{version % 1000 // 10}", missing=missing)
 
 
-def _cupti() -> Finding:
-    import torch
-
+def _cupti(torch: Any, driver: Finding) -> Finding:
     from graphcap_backend.annotate import cupti
 
+    if torch.version.cuda is None:
+        return Finding(name="libcupti", found="not looked for", missing="torch is built without CUDA")
+    if driver.found == _NONE:
+        found = "found, not asked" if cupti.is_loadable() else _NONE
+        return Finding(name="libcupti", found=found, missing="without an NVIDIA driver CUPTI answers nothing")
     lost = "scopes go by edge walk, stacks are those of compiled kernels only, nothing is profiled"
     found = "found"
     try:
@@ -153,7 +169,7 @@ def _cupti() -> Finding:
             cupti.acquire_callbacks()
             cupti.release_callbacks()
     except CuptiMissingError as error:
-        return Finding(name="libcupti", found="none", missing=f"{lost}: {error}")
+        return Finding(name="libcupti", found=_NONE, missing=f"{lost}: {error}")
     except CuptiError as error:
         return Finding(name="libcupti", found=f"{found}, not usable", missing=f"{lost}: {error}")
     return Finding(name="libcupti", found=found)

@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.chrome_traces import replay, write_trace
 from helpers.saved_captures import model_nodes, profiled, saved
 
 from graphcap_backend import NodeList, load_capture, save_capture
 from graphcap_backend.__main__ import main
+from graphcap_backend.annotate import cupti, edge_walk
 from graphcap_backend.capture.skip import SkipKind, SkipReason
 from graphcap_backend.show.saved import SavedPart
 
@@ -107,6 +109,43 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for name in ("graphcap", "torch", "GPU", "driver", "cuda-bindings", "libcupti", "cupti-python", "HostGraph"):
         assert f"  {name} " in out
+
+
+def test_env_without_a_driver_asks_cupti_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_libcuda() -> int:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(edge_walk, "driver_version", no_libcuda)
+    monkeypatch.setattr(cupti, "version", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert "there is no NVIDIA driver; captures go to a HostGraph" in out
+    assert "no NVIDIA driver is installed (libcuda.so.1: cannot open" in out
+    assert "without an NVIDIA driver CUPTI answers nothing" in out
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        (13000, "ok  driver         CUDA 13.0\n"),
+        (12040, "no  driver         CUDA 12.4\n{:19}GPUs are captured on with"),
+    ],
+)
+def test_env_tells_a_driver_that_is_too_old(
+    version: int, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(edge_walk, "driver_version", lambda: version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert expected.format("") in out
+    assert "torch is built without CUDA; captures go to a HostGraph" in out
+    assert "not looked for" in out
 
 
 @pytest.mark.parametrize(
