@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from graphcap_backend.capture.input_copies import InputCopy, capture_copies
+
 if TYPE_CHECKING:
     from graphcap_backend.annotate.config import AnnotationConfig
     from graphcap_backend.capture.session import CaptureSession
@@ -35,8 +37,14 @@ class Device(Protocol):
     shares_memory: bool
     """Whether graphs share a pool: input buffers come from it."""
 
+    copies_inside: bool
+    """Whether inputs may be copied by nodes of the graph."""
+
     def made_current(self) -> contextlib.AbstractContextManager[Any]: ...
     def num_bytes_allocated(self) -> int: ...
+    def capture_input_copies(
+        self, graph: Any, inputs: Sequence[Any], buffers: dict[int, Tensor]
+    ) -> list[InputCopy]: ...
     def new_graph(self) -> Any: ...
     def launcher(self, graph: Any) -> Callable[[], None]: ...
     def new_pool(self) -> Any: ...
@@ -56,6 +64,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self.is_capturing = torch._C._cuda_isCurrentStreamCapturing
         self._index = index
+        self.copies_inside = True
         self.current_stream: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, index)
 
     def made_current(self) -> contextlib.AbstractContextManager[Any]:
@@ -65,6 +74,9 @@ class CudaDevice:
     def num_bytes_allocated(self) -> int:
         """Bytes allocated since the process began, freed ones included."""
         return int(torch.cuda.memory_stats(self._index).get("allocated_bytes.all.allocated", 0))
+
+    def capture_input_copies(self, graph: Any, inputs: Sequence[Any], buffers: dict[int, Tensor]) -> list[InputCopy]:
+        return capture_copies(inputs, buffers, graph) if self.copies_inside else []
 
     def new_graph(self) -> torch.cuda.CUDAGraph:
         # The template stays, so that nodes can be read when somebody asks.
@@ -131,6 +143,7 @@ class HostDevice:
     """The CPU, captured into a HostGraph."""
 
     shares_memory = False
+    copies_inside = False
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -148,6 +161,10 @@ class HostDevice:
     def num_bytes_allocated(self) -> int:
         """Not known on the host."""
         return 0
+
+    def capture_input_copies(self, graph: Any, inputs: Sequence[Any], buffers: dict[int, Tensor]) -> list[InputCopy]:
+        """A host graph has no memcpy nodes."""
+        return []
 
     def new_graph(self) -> Any:
         from graphcap_backend.capture.host import HostGraph

@@ -16,6 +16,8 @@ from graphcap_backend.errors import CudaError
 
 _Handle = ctypes.c_void_p
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_MEMCPY_NODE = 1  # CU_GRAPH_NODE_TYPE_MEMCPY
+_MEMCPY_NODE = 1  # CU_GRAPH_NODE_TYPE_MEMCPY
 _EDGE_DATA_BYTES = 8  # sizeof(CUgraphEdgeData)
 
 
@@ -125,6 +127,70 @@ def graph_exec_id(graph_exec: int) -> int | None:
     if get_id is None or get_id(_Handle(graph_exec), ctypes.byref(value)) != 0:
         return None
     return value.value
+
+
+class MemcpyParams(ctypes.Structure):
+    """``CUDA_MEMCPY3D``: of a node's parameters, those that say where it reads are changed."""
+
+    _fields_ = (
+        ("srcXInBytes", ctypes.c_size_t),
+        ("srcY", ctypes.c_size_t),
+        ("srcZ", ctypes.c_size_t),
+        ("srcLOD", ctypes.c_size_t),
+        ("srcMemoryType", ctypes.c_int),
+        ("srcHost", _Handle),
+        ("srcDevice", ctypes.c_uint64),
+        ("srcArray", _Handle),
+        ("reserved0", _Handle),
+        ("srcPitch", ctypes.c_size_t),
+        ("srcHeight", ctypes.c_size_t),
+        ("dstXInBytes", ctypes.c_size_t),
+        ("dstY", ctypes.c_size_t),
+        ("dstZ", ctypes.c_size_t),
+        ("dstLOD", ctypes.c_size_t),
+        ("dstMemoryType", ctypes.c_int),
+        ("dstHost", _Handle),
+        ("dstDevice", ctypes.c_uint64),
+        ("dstArray", _Handle),
+        ("reserved1", _Handle),
+        ("dstPitch", ctypes.c_size_t),
+        ("dstHeight", ctypes.c_size_t),
+        ("WidthInBytes", ctypes.c_size_t),
+        ("Height", ctypes.c_size_t),
+        ("Depth", ctypes.c_size_t),
+    )
+
+
+def is_memcpy(node: int) -> bool:
+    """Whether a node of a graph, which may be under construction, copies memory."""
+    kind = ctypes.c_int()
+    _call("cuGraphNodeGetType", _Handle(node), ctypes.byref(kind))
+    return kind.value == _MEMCPY_NODE
+
+
+def memcpy_params(node: int) -> MemcpyParams:
+    """What a memcpy node copies, and where to."""
+    params = MemcpyParams()
+    _call("cuGraphMemcpyNodeGetParams", _Handle(node), ctypes.byref(params))
+    return params
+
+
+def set_memcpy_params(graph_exec: int, node: int, params: MemcpyParams, context: int) -> None:
+    """Change what a memcpy node does in later launches of ``graph_exec``. Launches under way are not affected."""
+    _call(
+        "cuGraphExecMemcpyNodeSetParams",
+        _Handle(graph_exec),
+        _Handle(node),
+        ctypes.byref(params),
+        _Handle(context),
+    )
+
+
+def current_context() -> int:
+    """The ``CUcontext`` that is current on this thread."""
+    context = _Handle()
+    _call("cuCtxGetCurrent", ctypes.byref(context))
+    return context.value or 0
 
 
 def edges(graph: int) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,7 +160,22 @@ def _without_expansion(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def aligned_copy(tensor: Tensor) -> Tensor:
+def run_on_aligned_copies(
+    run: Callable[[list[Any]], Sequence[Any]], inputs: list[Any], misaligned: Sequence[int], mutated: Sequence[int]
+) -> Sequence[Any]:
+    """Run a callable that assumes alignment; what it writes to a copy reaches the caller's tensor."""
+    originals = [(inputs[i], i) for i in misaligned]
+    for tensor, i in originals:
+        inputs[i] = _aligned_copy(tensor)
+    copies = [(tensor, inputs[i]) for tensor, i in originals if i in mutated]
+    outputs = run(inputs)
+    with torch.no_grad():
+        for tensor, copy in copies:
+            tensor.copy_(copy)
+    return outputs
+
+
+def _aligned_copy(tensor: Tensor) -> Tensor:
     """A copy with the same strides, overlaps included, which torch's allocators align."""
     if tensor.numel() == 0:
         return tensor.clone()
@@ -176,7 +191,7 @@ class Staging:
     is in it need only last from ``load`` to the end of one replay.
     """
 
-    __slots__ = ("_expanded", "_filled", "_targets", "_written_back", "buffers", "num_bytes", "writes_back")
+    __slots__ = ("_expanded", "_filled", "_targets", "_written_back", "buffers", "fills", "num_bytes", "writes_back")
 
     def __init__(self, inputs: Sequence[Any], roles: InputRoles) -> None:
         self.buffers: dict[int, Tensor] = {}
@@ -188,6 +203,7 @@ class Staging:
         self._expanded = any(_expanded_dims(inputs[i]) for i in self._filled)
         self._written_back = tuple(i for i in roles.written_back if inputs[i].numel())
         self.writes_back = bool(self._written_back)
+        self.fills = bool(self._filled)
         self.num_bytes = sum(buffer.untyped_storage().nbytes() for buffer in self.buffers.values())
         self._set_targets()
 
@@ -197,6 +213,13 @@ class Staging:
     def stand_in(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs to capture with: buffers in place of the inputs that will be copied."""
         return [self.buffers.get(i, value) for i, value in enumerate(inputs)]
+
+    def leave_out(self, indices: Iterable[int]) -> None:
+        """These buffers are filled by others."""
+        left_out = set(indices)
+        self._filled = tuple(i for i in self._filled if i not in left_out)
+        self.fills = bool(self._filled)
+        self._set_targets()
 
     def disown(self) -> None:
         """Keep addresses only, so that a buffer is free once the captured callable drops it.
@@ -211,8 +234,6 @@ class Staging:
     def load(self, inputs: Sequence[Any]) -> None:
         """Copy this call's inputs in, in one batch. Call with gradients off."""
         filled = self._filled
-        if not filled:
-            return
         if self._expanded:
             sources = [_without_expansion(inputs[i]) for i in filled]
         else:

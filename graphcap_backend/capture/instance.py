@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphcap_backend.capture.input_copies import watch_graph
 from graphcap_backend.capture.inputs import InputRoles, Staging
 from graphcap_backend.capture.outputs import (
     HandOut,
@@ -73,7 +74,8 @@ class Instance:
             with contextlib.suppress(RuntimeError):
                 self.graph.reset()
             raise
-        self._launch = self._arena.device.launcher(self.graph)
+        self._launch = arena.device.launcher(self.graph)
+        watch_graph(self.graph, self._copies, arena.lock)
         del outputs
         foreign = {constant.untyped_storage()._cdata for constant in constants}
         self.owned = [] if self.copies else self._by_storage(own, foreign)
@@ -104,7 +106,8 @@ class Instance:
         session = device.session(self.graph, pool, annotations)
         if not device.shares_memory:
             self._staging = Staging(inputs, roles)
-            self._staging.load(inputs)
+            if self._staging.fills:
+                self._staging.load(inputs)
         with session:
             if device.shares_memory:
                 self._staging = Staging(inputs, roles)
@@ -113,6 +116,8 @@ class Instance:
             storages = {staged[i].untyped_storage()._cdata: i for i in reversed(candidates)}
             # The captured callable may drop an input; a weak reference keeps its storage's identity from being reused.
             identities = [StorageWeakRef(staged[i].untyped_storage()) for i in candidates]  # type: ignore[no-untyped-call]
+            self._copies = device.capture_input_copies(self.graph, inputs, self._staging.buffers)
+            self._staging.leave_out(copy.index for copy in self._copies)
             if device.shares_memory:
                 self._staging.disown()
             outputs = list(run(staged))
@@ -164,9 +169,17 @@ class Instance:
         self.refresh_probes()
 
     def replay(self, inputs: list[Any]) -> list[Any]:
-        """Run the graph on this call's inputs. Gradients must be off; the arena's lock must be held."""
+        """Run the graph on this call's inputs. Gradients must be off; the arena's lock must be held.
+
+        Raises:
+            SourceRefusedError: the graph cannot read an input where it is; nothing was done.
+        """
+        for copy in self._copies:
+            if inputs[copy.index].data_ptr() != copy.source:
+                copy.read_from(inputs[copy.index])
         staging = self._staging
-        staging.load(inputs)
+        if staging.fills:
+            staging.load(inputs)
         self._launch()
         if staging.writes_back:
             staging.write_back(inputs)

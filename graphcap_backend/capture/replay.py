@@ -26,15 +26,16 @@ import torch
 from graphcap_backend.capture.arena import Arena
 from graphcap_backend.capture.call_watch import CallWatch
 from graphcap_backend.capture.callee import Callee, Family, ReplayLimits, Witness
+from graphcap_backend.capture.input_copies import SourceRefusedError
 from graphcap_backend.capture.inputs import (
     InputRoles,
-    aligned_copy,
     assign_roles,
     input_kinds,
     reads_any,
     refuse_inputs,
     refuse_layout,
     refuse_written_overlap,
+    run_on_aligned_copies,
     written_ranges,
 )
 from graphcap_backend.capture.instance import Instance
@@ -138,18 +139,23 @@ class Replayed:
                         arena = self._arena
                         if arena.several_streams or self._current_stream() != arena.last_stream:
                             arena.order(instance)
-                        if not grad:
-                            outputs = instance.replay(inputs)
-                        else:
+                        if grad:
                             _set_grad_enabled(False)
-                            try:
-                                outputs = instance.replay(inputs)
-                            finally:
+                        try:
+                            outputs = instance.replay(inputs)
+                        except SourceRefusedError:
+                            break  # the other way meets it again, and knows what to do
+                        finally:
+                            if grad:
                                 _set_grad_enabled(True)
                         inputs.clear()
                         return outputs
             with self._arena.device.made_current():
-                return self._other_way(inputs)
+                try:
+                    return self._other_way(inputs)
+                except SourceRefusedError as error:
+                    self._copy_outside(error)
+                    return self._other_way(inputs)
 
     def _run_inside(self, inputs: list[Any]) -> Sequence[Any]:
         if not self._ran and self.callee.device.type == "cuda":
@@ -214,6 +220,12 @@ class Replayed:
             outputs = instance.replay(inputs)
         inputs.clear()
         return outputs
+
+    def _copy_outside(self, error: SourceRefusedError) -> None:
+        """Capture anew, with inputs that are copied before each replay. Nothing was replayed yet."""
+        logger.debug("graphs of %s cannot copy their inputs themselves: %s", self.callee.name, error)
+        self._arena.device.copies_inside = False
+        self.release()
 
     def _roles_met(self) -> InputRoles:
         assert self._roles is not None
@@ -370,25 +382,14 @@ class Replayed:
         misaligned = self._arena.device.misaligned(inputs)
         if not misaligned:
             return self._run(inputs)
-        originals = [(inputs[i], i) for i in misaligned]
-        for tensor, i in originals:
-            inputs[i] = aligned_copy(tensor)
-        copies = [(tensor, inputs[i]) for tensor, i in originals if i in self.callee.mutated]
-        outputs = self._run(inputs)
-        with torch.no_grad():
-            for tensor, copy in copies:
-                tensor.copy_(copy)
-        return outputs
+        return run_on_aligned_copies(self._run, inputs, misaligned, self.callee.mutated)
 
     def _release(self, family: Family) -> None:
         if self._current is family:
             self._current = None
         for instance in family.instances:
-            self._release_instance(instance)
-
-    def _release_instance(self, instance: Instance) -> None:
-        self.num_replays_released += instance.num_replays
-        instance.release()
+            self.num_replays_released += instance.num_replays
+            instance.release()
 
     def release(self) -> None:
         """Give all graphs and their memory back. Calls go on, uncaptured or captured anew."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,11 +13,12 @@ from torch import Tensor
 from graphcap_backend import SkippedError
 from graphcap_backend.capture.arena import Arena
 from graphcap_backend.capture.callee import Callee, ReplayLimits
+from graphcap_backend.capture.input_copies import InputCopy, SourceRefusedError
 from graphcap_backend.capture.inputs import assign_roles
 from graphcap_backend.capture.instance import Instance
 from graphcap_backend.capture.outputs import OwnedOutput
 from graphcap_backend.capture.replay import Replayed
-from graphcap_backend.capture.skip import SkipReason
+from graphcap_backend.capture.skip import SkipKind, SkipReason
 
 CPU = torch.device("cpu")
 
@@ -189,3 +190,38 @@ def test_a_number_that_keeps_changing_is_refused_at_every_call_from_the_fourth_o
     assert replayed([1.5, x])[0].tolist() == [1.5, 1.5]
     assert replayed.num_replays == 1
     assert [notice.kind for notice in replayed.notices] == ["changing_number"]
+
+
+class _Refusing(StreamedHost):
+    """Graphs here copy their inputs by nodes, and the driver takes another source for them no more than once."""
+
+    copies_inside = True
+
+    def capture_input_copies(self, graph: Any, inputs: Sequence[Any], buffers: dict[int, Tensor]) -> list[InputCopy]:
+        return [cast(InputCopy, _RefusingCopy(i, buffer)) for i, buffer in buffers.items() if self.copies_inside]
+
+
+class _RefusingCopy:
+    def __init__(self, index: int, buffer: Tensor) -> None:
+        self.index, self.source, self._buffer = index, 0, buffer
+
+    def read_from(self, tensor: Tensor) -> None:
+        if self.source:
+            raise SourceRefusedError("cuGraphExecMemcpyNodeSetParams", "CUDA_ERROR_INVALID_VALUE")
+        self.source = tensor.data_ptr()
+        self._buffer.copy_(tensor)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_an_input_that_a_node_cannot_read_is_copied_before_the_replay(held: bool) -> None:
+    device, kept = _Refusing(), []
+    replayed = _replayed(lambda reason: None)
+    replayed._arena = Arena(device)
+    for number in range(6):
+        x = torch.full((4,), float(number))
+        (y,) = replayed([x])
+        assert y.tolist() == [2.0 * number] * 4
+        kept.append((x, y if held else None))  # no input comes at the address of an earlier one
+    assert not device.copies_inside
+    assert replayed.fallbacks == {SkipKind.WARM_UP: 1}
+    assert replayed.num_replays == 5
