@@ -196,6 +196,26 @@ def test_backward_inside_the_capture() -> None:
             p.grad = buffer
 
 
+def test_backward_warmed_up_with_the_loss_kept_alive() -> None:
+    """On CUDA: test_warmed_up_on_a_side_stream_captured_on_another."""
+    model, x = torch.nn.Linear(4, 4), torch.randn(3, 4)
+    for _ in range(2):
+        loss = model(x).square().sum()
+        loss.backward()
+    before = loss.item()
+    model.zero_grad()
+    graph = HostGraph()
+    with capturing(graph):
+        second = model(x).square().sum()
+        second.backward()
+    for _ in range(2):
+        x.normal_()
+        graph.replay()
+        expected = torch.autograd.grad(model(x).square().sum(), tuple(model.parameters()))
+        torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
+    assert loss.item() == before
+
+
 def test_backward_adds_to_gradients_that_exist() -> None:
     w = torch.ones(3, requires_grad=True)
     w.grad = torch.full((3,), 10.0)

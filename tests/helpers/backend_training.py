@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,6 +82,34 @@ def check_gradient_of_the_very_first_and_of_every_call(device: str) -> None:
     for x in batches(device):
         both(models, lambda m, x=x: step(m, x))
     assert_captured(models[1])
+
+
+def check_warmed_up_on_a_side_stream_with_the_loss_kept(device: str) -> None:
+    """Losses that live keep the nodes which add to ``.grad``, and those keep the stream they were made on."""
+    models = mlp_pair(device)
+    losses: list[Tensor] = []
+    values: list[Tensor] = []
+
+    def step(m: Any, x: Tensor) -> Tensor:
+        m.zero_grad()
+        loss: Tensor = m(x).square().sum()
+        loss.backward()
+        losses.append(loss)
+        values.append(kept(loss))
+        return loss
+
+    streams = [torch.cuda.Stream() for _ in range(2)] if device == "cuda" else []
+    for i, x in enumerate(batches(device)):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream", UserWarning)  # torch's own hint
+            if streams:
+                torch.cuda.synchronize()
+                stack.enter_context(torch.cuda.stream(streams[min(i, 1)]))
+                stack.callback(torch.cuda.synchronize)
+            both(models, lambda m, x=x: step(m, x))  # type: ignore[misc]
+    assert_captured(models[1])
+    assert_same([loss.detach() for loss in losses], values)  # none was overwritten
 
 
 def check_accumulation(device: str) -> None:
