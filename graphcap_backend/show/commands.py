@@ -148,7 +148,7 @@ def _driver() -> Finding:
         return Finding(name="driver", found=_NONE, missing=f"no NVIDIA driver is installed ({error}): no GPU is used")
     except GraphcapError as error:
         return Finding(name="driver", found="not usable", missing=f"no GPU is used: {error}")
-    missing = "" if version >= _DRIVER_NEEDED else "GPUs are captured on with a driver for CUDA 13.0 or later"
+    missing = "" if version >= _DRIVER_NEEDED else "capture on a GPU needs a driver for CUDA 13.0 or later"
     return Finding(name="driver", found=f"CUDA {version // 1000}.{version % 1000 // 10}", missing=missing)
 
 

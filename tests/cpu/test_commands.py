@@ -132,7 +132,7 @@ def test_env_without_a_driver_asks_cupti_nothing(
     ("version", "expected"),
     [
         (13000, "ok  driver         CUDA 13.0\n"),
-        (12040, "no  driver         CUDA 12.4\n{:19}GPUs are captured on with"),
+        (12040, "no  driver         CUDA 12.4\n{:19}capture on a GPU needs"),
     ],
 )
 def test_env_tells_a_driver_that_is_too_old(
