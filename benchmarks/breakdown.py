@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,14 @@ from benchmarks.measure import alternate, dropping, holding, host_dropping
 from benchmarks.rows import Row, value_row
 from benchmarks.settings import Settings
 
+if TYPE_CHECKING:
+    from graphcap_backend.capture.instance import Instance
+
 CALL = "whole call"
 FLOOR = "Dynamo alone"
 BACKEND = "our callable alone"
-COPY = "input copy"
+COPY = "input copy by a launch"
+SOURCE = "source of the input's copy node set"
 REPLAY = "graph.replay()"
 DETACH = "detach()"
 COUNT = "storage use count"
@@ -48,6 +52,13 @@ def _storage_use_count(tensor: Tensor) -> Callable[[], object]:
     return partial(torch._C._storage_Use_Count, tensor.untyped_storage()._cdata)
 
 
+def _instances() -> Iterator[Instance]:
+    from graphcap_backend.backend import Region
+
+    parts = (part.replayed for region in Region.all_live for part in region.parts)
+    return (instance for part in parts if part for family in part.families for instance in family.instances)
+
+
 def _steps(settings: Settings) -> dict[str, Callable[[], object]]:
     from graphcap_backend import report
 
@@ -59,14 +70,16 @@ def _steps(settings: Settings) -> dict[str, Callable[[], object]]:
         dropping(partial(compiled, x))(8)
         holding(partial(compiled, x))(8)
     models.assert_close(ours(x), x + 1, "graphcap")
-    buffer = torch.empty_like(x)
+    buffer, graph = torch.empty_like(x), report(ours).graphs[0]
+    (copies,) = (instance.input_copies for instance in _instances() if instance.graph is graph)
     # Names are bound as a tuned caller would: what is timed is the step, not finding it.
     return {
         CALL: partial(ours, x),
         FLOOR: partial(floor, x),
         BACKEND: partial(kept.callables[0], x),
         COPY: partial(buffer.copy_, x),
-        REPLAY: report(ours).graphs[0].replay,
+        **({SOURCE: partial(copies[0].read_from, x)} if copies else {}),
+        REPLAY: partial(type(graph).replay, graph),
         DETACH: buffer.detach,
         COUNT: _storage_use_count(buffer),
         NOTHING: lambda: None,
@@ -83,7 +96,7 @@ def breakdown(settings: Settings) -> list[Row]:
         rounds=settings.rounds,
         seconds=settings.seconds,
     )
-    known = (COPY, REPLAY, DETACH, COUNT)
+    known = (REPLAY, DETACH, COUNT)
     rest = [
         ours - sum(parts) for ours, *parts in zip(samples[BACKEND], *(samples[name] for name in known), strict=True)
     ]
@@ -92,7 +105,7 @@ def breakdown(settings: Settings) -> list[Row]:
     ]
     sides = {
         **samples,
-        "our callable less copy, replay, detach, count": rest,
+        "our callable less replay, detach, count": rest,
         # With Dynamo's frame evaluation on, Python calls Python by a slower way.
         "whole call less Dynamo alone and our callable": under_dynamo,
     }

@@ -84,15 +84,15 @@ def report(compiled: Callable[..., Any]) -> Report:
     from graphcap_backend.backend import Region, graphcap
 
     wrapper: Any = _compile_wrapper(compiled)
-    if wrapper is None or wrapper.compiler_fn is not graphcap:
+    live = [region for region in Region.all_live if region.owner is not None]
+    regions = [region for region in live if region.owner is wrapper]
+    if not regions and (wrapper is None or wrapper.compiler_fn is not graphcap):
         raise ValueError(
             f"report() takes what torch.compile(..., backend='graphcap') returned, found {type(compiled).__name__}"
         )
-    live = list(Region.all_live)
-    regions = [region for region in live if region.owner is wrapper]
     if not regions:
         # Dynamo shares compiled code between torch.compile calls with equal settings.
-        regions = [region for region in live if region.owner is not None and region.owner == wrapper]
+        regions = [region for region in live if region.owner == wrapper]
     regions.sort(key=lambda region: region.number)
     return Report(parts=tuple(_report_part(region, part) for region in regions for part in region.parts))
 

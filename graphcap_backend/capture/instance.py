@@ -75,7 +75,7 @@ class Instance:
                 self.graph.reset()
             raise
         self._launch = arena.device.launcher(self.graph)
-        watch_graph(self.graph, self._copies, arena.lock)
+        watch_graph(self.graph, self.input_copies, arena.lock)
         del outputs
         foreign = {constant.untyped_storage()._cdata for constant in constants}
         self.owned = [] if self.copies else self._by_storage(own, foreign)
@@ -116,8 +116,8 @@ class Instance:
             storages = {staged[i].untyped_storage()._cdata: i for i in reversed(candidates)}
             # The captured callable may drop an input; a weak reference keeps its storage's identity from being reused.
             identities = [StorageWeakRef(staged[i].untyped_storage()) for i in candidates]  # type: ignore[no-untyped-call]
-            self._copies = device.capture_input_copies(self.graph, inputs, self._staging.buffers)
-            self._staging.leave_out(copy.index for copy in self._copies)
+            self.input_copies = device.capture_input_copies(self.graph, inputs, self._staging.buffers)
+            self._staging.leave_out(copy.index for copy in self.input_copies)
             if device.shares_memory:
                 self._staging.disown()
             outputs = list(run(staged))
@@ -174,7 +174,7 @@ class Instance:
         Raises:
             SourceRefusedError: the graph cannot read an input where it is; nothing was done.
         """
-        for copy in self._copies:
+        for copy in self.input_copies:
             if inputs[copy.index].data_ptr() != copy.source:
                 copy.read_from(inputs[copy.index])
         staging = self._staging
