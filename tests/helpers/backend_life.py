@@ -252,7 +252,7 @@ def check_graphs_reset_between_forward_and_backward(device: str) -> None:
 
 def check_a_graph_reset_by_another_thread(device: str) -> None:
     fast = compiled(wave, device)
-    inputs = inputs_of(device, 4, calls=300)
+    inputs = inputs_of(device, 4, calls=100)
     done = threading.Event()
 
     def reset_all() -> None:
