@@ -1,9 +1,10 @@
-"""Backward nodes under an edge walk: a mark before and after each that carries a scope.
+"""Backward nodes under an edge walk: a mark before each.
 
 While an edge walk records, ``torch.autograd.backward`` and ``grad`` reach the engine through
-a function of ours. It walks the autograd graph once and brackets the nodes whose forward
-scope is known, for this one run. Backwards started on threads that record nothing, or that
-record with CUPTI, go straight through.
+a function of ours. It walks the autograd graph once and has every node make a mark before it
+runs, for this one run. What is launched until the next node begins is the node's: the engine
+sums up gradients behind it, past any hook. Backwards started on threads that record nothing,
+or that record with CUPTI, go straight through.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ class Switch:
         handles = []
         try:
             for node in _nodes(outputs):
-                handles += _bracket(node, walk)
+                handles.append(_marked(node, walk))
             return self.engine(outputs, *args, **kwargs)
         finally:
             for handle in handles:
                 handle.remove()
-            walk.mark(current_scope())  # a node that raised had no second mark
+            walk.mark(current_scope())
 
 
 def watch_backwards(change: int) -> None:
-    """One walk more (1) or less (-1) wants backward nodes bracketed."""
+    """One walk more (1) or less (-1) wants backward nodes marked."""
     autograd: Any = torch.autograd
     with PROCESS.lock:
         switch = autograd._engine_run_backward
@@ -57,18 +58,14 @@ def watch_backwards(change: int) -> None:
             autograd._engine_run_backward = switch.engine
 
 
-def _bracket(node: Any, walk: EdgeWalk) -> list[Any]:
+def _marked(node: Any, walk: EdgeWalk) -> Any:
     launch = backward.launch_of(node)
-    if launch.origin is None or launch.origin.annotation is None:
-        return []
+    known = launch if launch.origin is not None and launch.origin.annotation is not None else None
 
     def before(_grads: Any) -> None:
-        walk.mark_node(current_scope(), launch)
+        walk.mark_node(current_scope(), known)
 
-    def after(_inputs: Any, _outputs: Any) -> None:
-        walk.mark_node(current_scope(), None)
-
-    return [node.register_prehook(before), node.register_hook(after)]
+    return node.register_prehook(before)
 
 
 def _nodes(outputs: Sequence[Any]) -> Iterator[Any]:

@@ -63,9 +63,9 @@ class EdgeWalk:
         self._put(scope, backward.running(), None)
 
     def mark_node(self, scope: Scope | None, launch: backward.Launch | None) -> None:
-        """The autograd node of ``launch`` runs from now on; with None, none does.
+        """The autograd node of ``launch`` runs from now on; with None, one that has no forward scope.
 
-        For hooks before and after a node, where the engine may or may not call it running.
+        For hooks before a node, where the engine may or may not call it running.
         """
         self._put(scope, launch, None)
 

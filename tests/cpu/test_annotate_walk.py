@@ -24,7 +24,7 @@ ANNOTATIONS = st.one_of(
     st.dictionaries(st.sampled_from(["name", "k"]), st.one_of(st.integers(0, 3), st.just({"x": 1})), max_size=2),
 )
 PROGRAMS = st.recursive(
-    st.lists(st.sampled_from(["sigmoid", "tanh", "view", "no_grad", "backward"]), max_size=4),
+    st.lists(st.sampled_from(["sigmoid", "tanh", "view", "no_grad", "join", "backward"]), max_size=4),
     lambda inner: st.lists(
         st.one_of(st.sampled_from(["sigmoid", "backward"]), st.tuples(ANNOTATIONS, st.booleans(), inner)), max_size=4
     ),
@@ -40,6 +40,8 @@ def run_program(program: Program, x: torch.Tensor) -> torch.Tensor:
                 x = run_program(inner, x)
         elif step == "backward":
             x.sum().backward(retain_graph=True)
+        elif step == "join":  # two gradients are summed up behind a node
+            x = x + x.sin()
         elif step == "view":
             x = x.view(-1)
         elif step == "no_grad":
