@@ -9,6 +9,7 @@ graph come from a ``HostGraph``, and there is no trace.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import re
@@ -35,7 +36,9 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    layered_transformer.mark = mark_kernels
+    if device == "cpu":
+        torch.set_num_threads(1)  # threads that wait for cores are what would be timed
+    layered_transformer.mark = _mark_layers
     model = layered_transformer.Transformer().to(device).eval()
     compiled = torch.compile(model, backend="graphcap", options={"host_capture": device == "cpu"})
     x = layered_transformer.batch(device, 0)
@@ -52,6 +55,11 @@ def main(folder: Path) -> None:
     _compare("flame graph", flame_by_line(folder / "flame.speedscope.json"), expected)
     if device == "cuda":
         _trace(folder, compiled, lambda: compiled(x))
+
+
+def _mark_layers(annotation: str | dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """A name for each layer; none for its parts, whose names would take its place."""
+    return contextlib.nullcontext() if isinstance(annotation, str) else mark_kernels(f"layer {annotation['layer']}")
 
 
 def _compare(name: str, found: dict[str, float], expected: dict[str, float]) -> None:
@@ -101,7 +109,7 @@ def page_by_line(path: Path) -> dict[str, float]:
     data = json.loads(match[1])
     found: dict[str, float] = defaultdict(float)
     for node in data["nodes"]:
-        for source in node["sources"] if "timing" in node else ():
+        for source in node.get("sources", ()) if "timing" in node else ():
             frame = data["frames"][source]
             place = f"{data['files'][frame['file']]['path']}:{frame['line']}"
             found[_short(f"{place}:{frame['function']}")] += node["timing"][1] / len(node["sources"])
