@@ -245,6 +245,7 @@ def compile_with_hooks(
         # A backward is compiled when it first runs, on whatever thread; before 2.14 patched configuration is
         # the process's, so other compiles must stay out meanwhile.
         with compile_lock, seam.active(hooks), _cache_tag(tag), config.patch(dict(patches)):
+            _trace_rewritten(inner_gm)
             return compile_fx_inner(inner_gm, inner_inputs, **{**kwargs, "cudagraphs": BoxedBool(True)})
 
     with compile_lock, seam.active(hooks), _cache_tag(tag):
@@ -286,6 +287,18 @@ def _tag_nodes(gm: torch.fx.GraphModule) -> str:
             node.meta["stack_trace"] = trace
         digest.update(trace.encode())
     return digest.hexdigest()[:16]
+
+
+def _trace_rewritten(gm: torch.fx.GraphModule) -> None:
+    """Give nodes that a pattern of Inductor's put in the stack trace of what reads them.
+
+    It keeps traces on a pattern's outputs only: of an attention that it fused, the call itself would have none.
+    """
+    for node in reversed(gm.graph.nodes):
+        if node.op == "call_function" and not node.meta.get("stack_trace"):
+            traces = (user.meta.get("stack_trace") for user in node.users)
+            if trace := next(filter(None, traces), None):
+                node.meta["stack_trace"] = trace
 
 
 def _aliasing(inputs: Sequence[Any]) -> str:

@@ -88,8 +88,6 @@ class EdgeWalk:
         Args:
             reads_graph: False when the capture failed: the graph may be gone.
         """
-        from graphcap_backend.annotate.recording import Event
-
         if not self._graph:
             return []
         graph, self._graph = self._graph, 0
@@ -100,7 +98,7 @@ class EdgeWalk:
             return []
         ends = [mark.first for mark in self._marks[1:]] + [self._count(graph)]
         return [
-            Event(node, mark.scope, mark.traceback, mark.launch)
+            (node, mark.scope, mark.traceback, mark.launch)
             for mark, end in zip(self._marks, ends, strict=True)
             for node in range(mark.first, end)
         ]

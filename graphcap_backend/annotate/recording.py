@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
@@ -22,18 +22,17 @@ if TYPE_CHECKING:
 
 Way = Literal["cupti", "edge_walk", "host"]
 
+# Bound here, since they are called once per node.
+_gather_traceback = torch._C._profiler.gather_traceback
+_node_now = torch._C._current_autograd_node
+
 _NUM_CHECKED: Final = 16
 """Nodes whose CUPTI id is compared with their position, per capture."""
 
 
-class Event(NamedTuple):
-    """What is noted when a node is created. Nothing in it is resolved yet."""
-
-    node: int
-    """Position in creation order; while CUPTI records, the ``cudaGraphNode_t``."""
-    scope: Scope | None
-    traceback: Any
-    launch: Launch | None
+Event = tuple[int, "Scope | None", Any, "Launch | None"]
+"""What is noted when a node is created: its position in creation order (while CUPTI records, the
+``cudaGraphNode_t``), scope, raw traceback, and what autograd says. A plain tuple, since it is made once per node."""
 
 
 class Recording:
@@ -65,6 +64,8 @@ class Recording:
         # Scopes traced into a compiled region are found by the wrapper's line, so by stack.
         self.gathers = config.record_py_stacks or any(wrapper.annotated for wrapper in known_wrappers().values())
         self._events: list[Event] = []
+        self._positions: Sequence[int] | None = None
+        """Of the events, where they do not say it themselves."""
         self._graph = 0
         self._recording = False
         self._outer: Recording | None = None
@@ -141,8 +142,10 @@ class Recording:
             return
         traceback = None
         if self.gathers:
-            traceback = torch._C._profiler.gather_traceback(True, False, False)
-        self._events.append(Event(node, current_scope(), traceback, backward.running()))
+            traceback = _gather_traceback(True, False, False)
+        running = _node_now()
+        launch = None if running is None else backward.launch_of(running)
+        self._events.append((node, current_scope(), traceback, launch))
 
     def note_failure(self, error: BaseException) -> None:
         """Noting a node failed; said once, when the recording stops."""
@@ -174,7 +177,7 @@ class Recording:
             if walk is not None:
                 self._events = walk.end(reads_graph=reads_graph)
             elif self.way == "cupti" and reads_graph:
-                self._events = _numbered(self._events)
+                self._positions = _positions([event[0] for event in self._events])
         finally:
             if self.way == "cupti":
                 _release_callbacks()
@@ -200,14 +203,15 @@ class Recording:
 
     def _entries(self) -> list[Entry]:
         events, self._events = self._events, []
-        return [_entry(event) for event in events]
+        positions = self._positions or [event[0] for event in events]
+        return [_entry(position, event) for position, event in zip(positions, events, strict=True)]
 
     def discard(self) -> None:
         """The capture failed: forget everything. The graph may be gone and is not looked at."""
         try:
             self._finish(reads_graph=False)
         finally:
-            self._events = []
+            self._events, self._positions = [], None
 
 
 def _choose_way(config: AnnotationConfig) -> Way:
@@ -241,23 +245,23 @@ def _release_callbacks() -> None:
         PROCESS.warn_once("cupti release", f"giving CUPTI back failed: {error}")
 
 
-def _numbered(events: list[Event]) -> list[Event]:
-    """Events with positions for handles. CUPTI reports nodes in the order of their ids.
+def _positions(nodes: list[int]) -> Sequence[int]:
+    """Positions of ``cudaGraphNode_t`` as they came. CUPTI reports nodes in the order of their ids.
 
     A few ids are compared all the same, and every one is asked for if one differs.
     """
     from graphcap_backend.annotate import cupti
 
-    step = max(1, len(events) // _NUM_CHECKED)
-    sample = {*range(0, len(events), step), *range(len(events))[-1:]}
+    step = max(1, len(nodes) // _NUM_CHECKED)
+    sample = {*range(0, len(nodes), step), *range(len(nodes))[-1:]}
     low = 0xFFFF_FFFF
     try:
-        in_order = all(cupti.node_id(events[at].node) & low == at for at in sample)
+        in_order = all(cupti.node_id(nodes[at]) & low == at for at in sample)
     except CuptiError:
         in_order = True  # as on every driver seen
     if in_order:
-        return [event._replace(node=at) for at, event in enumerate(events)]
-    return [event._replace(node=cupti.node_id(event.node) & low) for event in events]
+        return range(len(nodes))
+    return [cupti.node_id(node) & low for node in nodes]
 
 
 def source_ids_available() -> bool:
@@ -283,15 +287,15 @@ def _require_source_ids() -> None:
         )
 
 
-def _entry(event: Event) -> Entry:
-    scope, launch = event.scope, event.launch
+def _entry(position: int, event: Event) -> Entry:
+    _, scope, traceback, launch = event
     annotation = None if scope is None else scope.annotation
     if launch is None:
-        return Entry(event.node, annotation, event.traceback, None, False)
+        return Entry(position, annotation, traceback, None, False)
     forward = None
     if launch.origin is not None:
         forward = launch.origin.traceback
         if launch.origin.annotation is not None:
             annotation = backward.inherited(scope, launch.origin.annotation, launch.number)
             annotation["autograd_phase"] = "backward"
-    return Entry(event.node, annotation, event.traceback, forward, True)
+    return Entry(position, annotation, traceback, forward, True)

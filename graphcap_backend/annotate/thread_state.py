@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+_has, _get = torch._C._is_key_in_tls, torch._C._get_obj_in_tls
+
 
 def put(key: str, value: object) -> None:
     """Have ``value`` seen under ``key`` on this thread, and in backwards that start here from now on."""
@@ -19,7 +21,7 @@ def put(key: str, value: object) -> None:
 
 def get(key: str) -> Any:
     """What is there under ``key``, or None."""
-    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+    return _get(key) if _has(key) else None
 
 
 def remove(key: str) -> None:

@@ -159,6 +159,27 @@ def test_a_capture_by_hand_of_a_compiled_function_sees_its_scopes_without_stacks
     torch._dynamo.reset()
 
 
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    with mark_kernels("attention"):
+        weights = torch.matmul(q, k.transpose(-2, -1)).div(4.0).softmax(dim=-1)
+        mixed = weights.matmul(v)
+    return torch.relu(mixed)
+
+
+def test_what_a_pattern_of_inductor_puts_in_has_the_scope_and_a_line_of_what_it_replaced() -> None:
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    inputs = [torch.ones(2, 4, 16, 16, requires_grad=True) for _ in range(3)]
+    graphs = captured(attention, *inputs, train=True)
+    assert counters["inductor"]["fuse_attention"]  # else there is nothing to test
+    line = attention.__code__.co_firstlineno + 3
+    for nodes, phase in zip(graphs, ({}, BACKWARD), strict=True):
+        (node,) = (node for node in nodes if "attention" in node.name)
+        assert node.annotation == {"name": "attention", **phase}
+        assert f"{__file__}:{line}:attention" in node.sources
+
+
 PROGRAM = """
 import torch
 from graphcap_backend import capture_nodes, mark_kernels, report

@@ -16,13 +16,15 @@ def test_compiled_capture() -> None:
     assert_expected_inline(
         snapshot_models.compiled_text("cuda"),
         """\
-0 kernel gemmSN_TN_kernel<float> [grid 2x1x1, block 128x1x1, shared 0 B]
+0 memcpy device to device, 256 B
+    source snapshot_models.py:20:forward
+1 kernel gemmSN_TN_kernel<float> [grid 2x1x1, block 128x1x1, shared 0 B]
     source snapshot_models.py:21:forward
-1 kernel triton_poi_fused_addmm_gelu [grid 1x1x1, block 32x1x1, shared 0 B]
+2 kernel triton_poi_fused_addmm_gelu [grid 1x1x1, block 32x1x1, shared 0 B]
     source snapshot_models.py:21:forward
-2 kernel gemmSN_TN_kernel<float> [grid 2x1x1, block 128x1x1, shared 0 B]
+3 kernel gemmSN_TN_kernel<float> [grid 2x1x1, block 128x1x1, shared 0 B]
     source snapshot_models.py:22:forward
-3 kernel triton_poi_fused_addmm_gelu_mul [grid 1x1x1, block 32x1x1, shared 0 B]
+4 kernel triton_poi_fused_addmm_gelu_mul [grid 1x1x1, block 32x1x1, shared 0 B]
     source snapshot_models.py:23:forward
     source snapshot_models.py:22:forward
 """,

@@ -196,7 +196,7 @@ def check_combinations_of_capture_sizes(device: str) -> None:
     assert part.fallbacks == {"size_not_listed": 6, "warm_up": 2}
     (reason,) = part.reasons
     assert reason.kind == "size_not_listed"
-    assert "(4, 12)" in str(reason)
+    assert "(4, 12)" in str(reason) or "(12, 4)" in str(reason)  # Inductor orders them
 
 
 def check_capture_sizes_in_training(device: str) -> None:
