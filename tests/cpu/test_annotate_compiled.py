@@ -167,12 +167,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 
 
 def test_what_a_pattern_of_inductor_puts_in_has_the_scope_and_a_line_of_what_it_replaced() -> None:
-    from torch._dynamo.utils import counters
-
-    counters.clear()
     inputs = [torch.ones(2, 4, 16, 16, requires_grad=True) for _ in range(3)]
     graphs = captured(attention, *inputs, train=True)
-    assert counters["inductor"]["fuse_attention"]  # else there is nothing to test
     line = attention.__code__.co_firstlineno + 3
     for nodes, phase in zip(graphs, ({}, BACKWARD), strict=True):
         (node,) = (node for node in nodes if "attention" in node.name)
