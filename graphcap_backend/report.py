@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the package's __init__ loads this module, and must load no torch
     from graphcap_backend.backend import Part, Region
-    from graphcap_backend.capture.callee import Family
+    from graphcap_backend.capture.family import Family
     from graphcap_backend.capture.record import CapturedGraph
     from graphcap_backend.capture.replay import Replayed
     from graphcap_backend.capture.skip import SkipReason

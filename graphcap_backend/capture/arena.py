@@ -105,6 +105,10 @@ class Arena:
         """Whether ``tensor`` is an output of a graph of this arena, whose address is there to stay."""
         return bool(self.owned_by_graphs([tensor]))
 
+    def own_among(self, inputs: Sequence[Any], indices: Sequence[int]) -> tuple[int, ...]:
+        """Which of the inputs at ``indices`` are outputs of this arena's graphs."""
+        return tuple(i for i in indices if self.owns(inputs[i]))
+
     def owned_by_graphs(self, tensors: Sequence[Tensor]) -> list[OwnedOutput]:
         """The outputs of this arena's graphs among ``tensors``."""
         storages = {tensor.untyped_storage()._cdata for tensor in tensors}

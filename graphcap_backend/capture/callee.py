@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from graphcap_backend.capture.device import Range
-    from graphcap_backend.capture.instance import Instance
-    from graphcap_backend.capture.skip import SkipReason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,21 +55,3 @@ class Witness:
 
     inputs: tuple[Any, ...] = ()
     outputs: tuple[Any, ...] = ()
-
-
-@dataclass(slots=True, eq=False)
-class Family:
-    """All instances captured for one key."""
-
-    key: tuple[Any, ...]
-    static_addresses: list[int]
-    """By position among the inputs; 0 for those that are not static."""
-    written: tuple[Range, ...] = ()
-    """Memory of static inputs that is written to. Inputs that share it cannot be copied in."""
-    instances: list[Instance] = field(default_factory=list)
-    """In the order in which calls look for an idle one: those that hand out aliases, then the copying one."""
-    refused: SkipReason | None = None
-    full: bool = False
-    """Whether capturing one more instance has failed."""
-    copies_only: bool = False
-    """Whether outputs are always copied: large ones, whose copy costs little beside the work that makes them."""

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from graphcap_backend.annotate.config import AnnotationConfig
     from graphcap_backend.capture.session import CaptureSession
 
+ALIGNMENT = 16
+"""Bytes. Inductor's kernels assume it of their inputs."""
+
 Range = tuple[int, int]
 """Memory from the first address up to, not including, the second."""
 
@@ -136,7 +139,7 @@ class CudaDevice:
 
     def misaligned(self, inputs: Sequence[Any]) -> list[int]:
         """Inputs that Inductor's kernels must not get: they assume 16-byte alignment."""
-        return [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.data_ptr() % 16]
+        return [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.data_ptr() % ALIGNMENT]
 
 
 class HostDevice:

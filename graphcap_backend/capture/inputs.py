@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphcap_backend.capture.device import Range
+from graphcap_backend.capture.device import ALIGNMENT, Range
 from graphcap_backend.capture.outputs import unowned_aliases
 from graphcap_backend.capture.skip import SkipKind, SkipReason
 
@@ -39,6 +39,16 @@ class InputRoles:
         values = tuple(inputs[i] for i in self.values)
         shapes = tuple((inputs[i].size(), inputs[i].stride()) for i in self.copied) if values else ()
         return values + tuple(_host_value(inputs[i]) for i in self.host_scalars), shapes
+
+    def only_read(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        """Of the copied inputs, those that compiled kernels may as well read where they are."""
+        read = (i for i in self.copied if i not in self.written_back and inputs[i].numel())
+        return tuple(i for i in read if inputs[i].data_ptr() % ALIGNMENT == 0)
+
+    def reading_in_place(self, indices: Sequence[int]) -> InputRoles:
+        """The same, but for some inputs that are read where they are instead of copied."""
+        copied = tuple(i for i in self.copied if i not in indices)
+        return replace(self, static=(*self.static, *indices), copied=copied)
 
     def sizes(self, inputs: Sequence[Any], among: Sequence[int] | None) -> tuple[int, ...]:
         """The inputs that are symbolic sizes: ints at the positions ``among``; None for all positions."""

@@ -47,13 +47,17 @@ class Instance:
         donated: frozenset[int] = frozenset(),
         constants: Sequence[Tensor] = (),
         turn: int | None = 0,
+        in_place: tuple[int, ...] = (),
         annotations: AnnotationConfig | None = None,
     ) -> None:
         """Capture ``run`` as called with ``inputs``. Executes nothing; raises what the capture raises.
 
-        ``turn`` counts the instances of one key that hand out aliases; None hands out copies.
+        ``turn`` counts the instances of one key that hand out aliases; None hands out copies. ``in_place`` are
+        inputs that are read where they are now.
         """
         self.copies = turn is None
+        self.in_place = tuple((i, inputs[i].data_ptr()) for i in in_place)
+        roles = roles.reading_in_place(in_place)
         self.num_replays = 0
         self._arena = arena
         self.graph = arena.device.new_graph()
@@ -140,6 +144,10 @@ class Instance:
         on_device = [tensor for tensor in own if tensor.device == self._arena.device.torch_device]
         aliases = dict(zip(map(id, on_device), unowned_aliases(on_device), strict=True))
         return [aliases.get(id(tensor), tensor) for tensor in own]
+
+    def finds(self, inputs: Sequence[Any]) -> bool:
+        """Whether the inputs that are read in place are there."""
+        return all(inputs[i].data_ptr() == address for i, address in self.in_place)
 
     def idle(self) -> bool:
         """Whether a replay would overwrite nothing that somebody still holds."""

@@ -25,7 +25,8 @@ import torch
 
 from graphcap_backend.capture.arena import Arena
 from graphcap_backend.capture.call_watch import CallWatch
-from graphcap_backend.capture.callee import Callee, Family, ReplayLimits, Witness
+from graphcap_backend.capture.callee import Callee, ReplayLimits, Witness
+from graphcap_backend.capture.family import Family, NextInstance
 from graphcap_backend.capture.input_copies import SourceRefusedError
 from graphcap_backend.capture.inputs import (
     InputRoles,
@@ -135,7 +136,7 @@ class Replayed:
                 and (not family.written or not reads_any(inputs, self._copied, family.written))
             ):
                 for instance in family.instances:
-                    if not any_in_use(instance.probes):
+                    if not any_in_use(instance.probes) and (not instance.in_place or instance.finds(inputs)):
                         arena = self._arena
                         if arena.several_streams or self._current_stream() != arena.last_stream:
                             arena.order(instance)
@@ -298,19 +299,16 @@ class Replayed:
 
     def _open_instance(self, family: Family, inputs: list[Any]) -> Instance | None:
         """An instance that may be replayed now, captured if need be; None when capturing fails."""
-        for instance in family.instances:
-            if instance.idle():
-                return instance
-        if family.full:
-            return None
-        turn = len(family.instances)
-        captured = self._capture(
-            family, inputs, None if family.copies_only or turn >= self._limits.max_held_instances else turn
-        )
+        idle = family.idle_for(inputs)
+        if idle is not None or family.full:
+            return idle
+        read = () if self.callee.is_backward else self._roles_met().only_read(inputs)  # a backward may be given memory
+        how = family.next_instance(self._arena.own_among(inputs, read), self._limits.max_held_instances)
+        captured = self._capture(family, inputs, how)
         if captured is None:
             family.full = True
             return None
-        family.instances.append(captured)
+        family.add(captured)
         self._drop_when_reset(captured, family.key)
         if self._on_capture is not None:
             self._on_capture(captured)
@@ -335,7 +333,7 @@ class Replayed:
                 self._release(family)
                 self._num_keys_captured -= 1
 
-    def _capture(self, family: Family, inputs: list[Any], turn: int | None) -> Instance | None:
+    def _capture(self, family: Family, inputs: list[Any], how: NextInstance) -> Instance | None:
         try:
             # Buffers made here must be usable outside inference mode, whatever mode this call is in.
             with torch.inference_mode(False), torch.no_grad():
@@ -346,7 +344,8 @@ class Replayed:
                     arena=self._arena,
                     donated=self._donated(),
                     constants=self.callee.constants,
-                    turn=turn,
+                    turn=how.turn,
+                    in_place=how.in_place,
                     annotations=self._annotations,
                 )
         except Exception as error:

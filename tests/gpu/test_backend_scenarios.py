@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
+    backend_chains,
     backend_control_flow,
     backend_inputs,
     backend_life,
@@ -39,6 +40,7 @@ pytestmark = [
 ]
 
 TOPICS = (
+    backend_chains,
     backend_control_flow,
     backend_outputs,
     backend_training,

@@ -1,0 +1,69 @@
+"""All graphs captured for one key: which of them may serve a call, and what the next one is to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from graphcap_backend.capture.device import Range
+from graphcap_backend.capture.skip import SkipReason
+
+if TYPE_CHECKING:
+    from graphcap_backend.capture.instance import Instance
+
+
+class NextInstance(NamedTuple):
+    """An instance to be captured."""
+
+    turn: int | None
+    """None for one whose outputs are copied."""
+    in_place: tuple[int, ...]
+    """Inputs that it reads where they are."""
+
+
+@dataclass(slots=True, eq=False)
+class Family:
+    """Instances that differ in where their outputs lie, and in the addresses of inputs that they read in place.
+
+    Inputs that other graphs gave as outputs come from few addresses, so the first instances read them there.
+    """
+
+    key: tuple[Any, ...]
+    static_addresses: list[int]
+    """By position among the inputs; 0 for those that are not static."""
+    written: tuple[Range, ...] = ()
+    """Memory of static inputs that is written to. Inputs that share it cannot be copied in."""
+    instances: list[Instance] = field(default_factory=list)
+    """In the order in which calls look for an idle one: those that hand out aliases, then those that copy."""
+    refused: SkipReason | None = None
+    full: bool = False
+    """Whether capturing one more instance has failed."""
+    copies_only: bool = False
+    """Whether outputs are always copied: large ones, whose copy costs little beside the work that makes them."""
+
+    def idle_for(self, inputs: Sequence[Any]) -> Instance | None:
+        """The first instance that may be replayed with these inputs now."""
+        for instance in self.instances:
+            if instance.idle() and instance.finds(inputs):
+                return instance
+        return None
+
+    def next_instance(self, in_place: tuple[int, ...], max_held: int) -> NextInstance:
+        """What to capture when none is idle.
+
+        Args:
+            in_place: inputs that it could.
+            max_held: how many take turns, of those that do so and of those that do not.
+        """
+        alike = sum(bool(instance.in_place) for instance in self.instances)
+        if not in_place or alike >= max_held:
+            alike, in_place = len(self.instances) - alike, ()
+        if self.copies_only or alike >= max_held:
+            return NextInstance(None, in_place)
+        return NextInstance(sum(not instance.copies for instance in self.instances), in_place)
+
+    def add(self, instance: Instance) -> None:
+        """Take in an instance that was just captured."""
+        self.instances.append(instance)
+        self.instances.sort(key=lambda one: one.copies)
