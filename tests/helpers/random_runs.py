@@ -13,6 +13,9 @@ from helpers.backend_calls import compiled, fresh_compiler, parts
 from helpers.random_calls import Variety
 from helpers.random_programs import Program, module_of
 from helpers.random_sequences import CallSequence, Side
+from torch._dynamo import config as dynamo_config
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 
 CALLS = 8
 """Of one sequence."""
@@ -27,6 +30,7 @@ class Tally:
 
     @property
     def replayed(self) -> float:
+        """The share of replays."""
         return self.replays / (self.replays + self.fallbacks)
 
 
@@ -41,17 +45,17 @@ def run_programs(seeds: Sequence[int], device: str, *, generate: bool, sequences
         AssertionError: the sides differ; for each such program the message has its source, its calls, and what plain
             Inductor does with them.
     """
-    found, failures = [], []
+    replays, fallbacks, failures = 0, 0, []
     for seed in seeds:
-        with fresh_compiler(), torch._inductor.config.patch(compile_threads=1):
+        with fresh_compiler(), inductor_config.patch(compile_threads=1):
             try:
-                found += parts(_run_program(seed, device, generate, sequences, plain=False))
+                for part in parts(_run_program(seed, device, generate, sequences, plain=False)):
+                    replays += part.num_replays
+                    fallbacks += sum(part.fallbacks.values())
             except AssertionError as error:
                 failures.append(f"{error}\n{_plain_inductor(seed, device, generate, sequences)}")
     assert not failures, f"{len(failures)} of {len(seeds)} programs failed\n" + "\n\n".join(failures[:4])
-    return Tally(
-        replays=sum(part.num_replays for part in found), fallbacks=sum(sum(part.fallbacks.values()) for part in found)
-    )
+    return Tally(replays=replays, fallbacks=fallbacks)
 
 
 def _run_program(seed: int, device: str, generate: bool, sequences: int, *, plain: bool) -> Any:
@@ -75,8 +79,8 @@ def _run_program(seed: int, device: str, generate: bool, sequences: int, *, plai
         sequence = CallSequence(seed * 1000 + number, program, variety, sides, device)
         try:
             with (
-                torch._dynamo.config.patch(recompile_limit=64),
-                torch._functorch.config.patch(donated_buffer=variety.donated),
+                dynamo_config.patch(recompile_limit=64),
+                functorch_config.patch(donated_buffer=variety.donated),
                 contextlib.nullcontext() if generate else _torch_operators(),
             ):
                 sequence.run(CALLS)

@@ -115,7 +115,7 @@ class CallSequence:
                 with _mode(call.mode):
                     written.mul_(0.5) if written.is_floating_point() else written.add_(1)
         if call.mode != "inference":
-            side.past = [t.detach() for t in tensors if t.shape == side.x.shape]
+            side.past = [t.detach() for t in tensors if t.shape == side.x.shape and not call.drop_outputs]
         _hold(side, call.hold, tensors)
         wanting = [t for t in tensors if t.requires_grad]
         loss = sum(
