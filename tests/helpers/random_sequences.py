@@ -65,12 +65,14 @@ class CallSequence:
         how, value = call.weights, self._fresh(WIDTH, WIDTH) * 0.5
         for side in self._sides:
             module, waiting = side.module, bool(side.losses)
-            if how == ".data":
-                module.weight.data = value.clone()
-            elif how == "replaced":
+            if how == "replaced":
                 module.weight = torch.nn.Parameter(value.clone())
             elif waiting:
-                continue  # autograd rightly refuses the others while a backward waits
+                # Autograd rightly refuses the others while a backward waits, and cannot see .data: compiled code may
+                # have saved the parameter where eager saved a view of its old memory.
+                continue
+            elif how == ".data":
+                module.weight.data = value.clone()
             with torch.no_grad():
                 if how == "in place":
                     module.weight.mul_(0.9).add_(value, alpha=0.1)
