@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from graphcap_backend.files import opened_text, written_whole
 
 _GPU_CATEGORIES: Final = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCH_CATEGORIES: Final = frozenset({"cuda_runtime", "cuda_driver"})
+_COPY_KERNEL: Final = re.compile(r"(memcpy|memset)\d*(_\w+)?")
+"""Seen with driver 580 on an H200: graphs copy few bytes on the device by a kernel "memcpy32_post"."""
 _SCOPE_CATEGORY: Final = "graphcap_scope"
 _SCOPE_LANES: Final = 1_000_000
 """Added to a stream's number for the lane that shows its scopes; no stream is numbered so high."""
@@ -129,11 +132,13 @@ def _replays(src: str | os.PathLike[str]) -> dict[int, list[GpuEvent]]:
 def _gpu_event(piece: Event, args: Mapping[str, Any], known: dict[Hashable, Hashable]) -> GpuEvent:
     event = piece.value
     category = str(event["cat"])
+    name = str(event.get("name"))
     shape: Hashable = args.get("bytes")
-    if category == "kernel":
+    if category == "kernel" and (found := _COPY_KERNEL.fullmatch(name)):
+        category = "gpu_" + found[1]
+    elif category == "kernel":
         grid, block = args.get("grid"), args.get("block")
         shape = (*grid, *block) if isinstance(grid, list) and isinstance(block, list) else None
-    name = str(event.get("name"))
     return GpuEvent(
         number=piece.number,
         correlation=args["correlation"],

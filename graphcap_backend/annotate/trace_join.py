@@ -223,15 +223,16 @@ class _Shape:
 
     def match(self, replay: Sequence[GpuEvent]) -> dict[int, Path] | None:
         """Event number to node for a replay with the same names; None if it can't be of this graph."""
-        shaped = all(work.shape is not None for work in self._work.values()) and all(
-            event.shape is not None for event in replay
-        )
+        all_work = list(self._work.values())
+        shapes = [(one.category, one.shape) for one in all_work] + [(one.category, one.shape) for one in replay]
+        shapeless = {category for category, shape in shapes if shape is None}
         nodes: dict[Hashable, list[_Work]] = defaultdict(list)
-        for work in self._work.values():
-            nodes[work.category, work.name, work.shape if shaped else None].append(work)
+        for work in all_work:
+            nodes[work.category, work.name, None if work.category in shapeless else work.shape].append(work)
         events: dict[Hashable, list[GpuEvent]] = defaultdict(list)
         for event in sorted(replay, key=lambda event: (event.start, event.number)):
-            events[event.category, _name_of(event), event.shape if shaped else None].append(event)
+            shape = None if event.category in shapeless else event.shape
+            events[event.category, _name_of(event), shape].append(event)
         if {key: len(group) for key, group in nodes.items()} != {key: len(group) for key, group in events.items()}:
             return None
         return self._pair(nodes, events)

@@ -46,7 +46,7 @@ class Device(Protocol):
     def made_current(self) -> contextlib.AbstractContextManager[Any]: ...
     def num_bytes_allocated(self) -> int: ...
     def capture_input_copies(
-        self, graph: Any, inputs: Sequence[Any], buffers: dict[int, Tensor]
+        self, graph: Any, inputs: Sequence[Any], buffers: dict[int, Tensor], where: str | None
     ) -> list[InputCopy]: ...
     def new_graph(self) -> Any: ...
     def launcher(self, graph: Any) -> Callable[[], None]: ...
@@ -78,8 +78,10 @@ class CudaDevice:
         """Bytes allocated since the process began, freed ones included."""
         return int(torch.cuda.memory_stats(self._index).get("allocated_bytes.all.allocated", 0))
 
-    def capture_input_copies(self, graph: Any, inputs: Sequence[Any], buffers: dict[int, Tensor]) -> list[InputCopy]:
-        return capture_copies(inputs, buffers, graph) if self.copies_inside else []
+    def capture_input_copies(
+        self, graph: Any, inputs: Sequence[Any], buffers: dict[int, Tensor], where: str | None
+    ) -> list[InputCopy]:
+        return capture_copies(inputs, buffers, graph, where) if self.copies_inside else []
 
     def new_graph(self) -> torch.cuda.CUDAGraph:
         # The template stays, so that nodes can be read when somebody asks.
@@ -165,7 +167,9 @@ class HostDevice:
         """Not known on the host."""
         return 0
 
-    def capture_input_copies(self, graph: Any, inputs: Sequence[Any], buffers: dict[int, Tensor]) -> list[InputCopy]:
+    def capture_input_copies(
+        self, graph: Any, inputs: Sequence[Any], buffers: dict[int, Tensor], where: str | None
+    ) -> list[InputCopy]:
         """A host graph has no memcpy nodes."""
         return []
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphcap_backend.annotate.stand_in_frame import launch_from
 from graphcap_backend.capture import driver
 from graphcap_backend.capture.call_watch import CallWatch
 from graphcap_backend.errors import CudaError
@@ -83,10 +85,11 @@ class InputCopy:
         self.source = address
 
 
-def capture_copies(inputs: Sequence[Any], buffers: dict[int, Tensor], graph: Any) -> list[InputCopy]:
+def capture_copies(inputs: Sequence[Any], buffers: dict[int, Tensor], graph: Any, where: str | None) -> list[InputCopy]:
     """Capture the copies of some inputs into ``buffers`` (by position) on the current stream, into ``graph``.
 
     Not all inputs can be copied so: those that are none in the answer are to be copied before each replay.
+    The nodes belong to the user's line ``where``.
     """
     fit = [i for i, buffer in buffers.items() if _is_one_stretch(inputs[i]) and buffer.is_contiguous()]
     if len(fit) > _MOST:
@@ -94,7 +97,7 @@ def capture_copies(inputs: Sequence[Any], buffers: dict[int, Tensor], graph: Any
     stream = torch.cuda.current_stream().cuda_stream
     copies = []
     for i in fit:
-        buffers[i].copy_(inputs[i])
+        launch_from(where, partial(buffers[i].copy_, inputs[i]))
         (node,) = driver.capture_info(stream).frontier
         assert driver.is_memcpy(node), "a copy of one stretch of memory is no memcpy"
         copies.append(InputCopy(i, buffers[i], node, graph))
@@ -107,20 +110,22 @@ def watch_graph(graph: Any, copies: list[InputCopy], lock: AbstractContextManage
     ``graph.replay()`` of theirs copies nothing: who calls it gives no inputs, and those of the last call may be gone.
     """
 
+    nodes = list(copies)  # their own list: whoever replays meanwhile still goes through ``copies``
+
     def before_replay() -> None:
         with lock:
-            for copy in copies:
+            for copy in nodes:
                 copy.read_nothing_new()
 
     def before_instantiate() -> None:
         with lock:
-            for copy in copies:
+            for copy in nodes:
                 copy.forget_exec()
 
-    if copies:
+    if nodes:
         CallWatch.on(graph, "replay").tell(before_replay)
         CallWatch.on(graph, "instantiate").tell(before_instantiate)
-        CallWatch.on(graph, "reset").tell(copies.clear)
+        CallWatch.on(graph, "reset").tell(nodes.clear)
 
 
 def _is_one_stretch(tensor: Tensor) -> bool:

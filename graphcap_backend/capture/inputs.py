@@ -28,6 +28,8 @@ class InputRoles:
     """The static ones that the callable writes to: buffers of modules."""
     values: tuple[int, ...]
     """Everything that is no tensor: part of the key."""
+    written_sizes: tuple[torch.Size, ...]
+    """Of the inputs written back, where code is made for one size each; empty where sizes are values."""
     host_scalars: tuple[int, ...]
     """Tensors of one element on the CPU, read by work on a GPU: launches take the value, so it is part of the key."""
 
@@ -44,6 +46,22 @@ class InputRoles:
         """Of the copied inputs, those that compiled kernels may as well read where they are."""
         read = (i for i in self.copied if i not in self.written_back and inputs[i].numel())
         return tuple(i for i in read if inputs[i].data_ptr() % ALIGNMENT == 0)
+
+    def check_written_sizes(self, inputs: Sequence[Any]) -> None:
+        """Refuse a call that the code was not made for.
+
+        Inputs that overlap are one input for AOTAutograd, and Dynamo does not guard on what they have in common.
+        Inductor's own check is not there in code that is to be captured.
+
+        Raises:
+            AssertionError: as that check does.
+        """
+        for i, expected in zip(self.written_back, self.written_sizes, strict=False):
+            if inputs[i].size() != expected:
+                raise AssertionError(
+                    f"input {i}, which is written to, has size {tuple(inputs[i].size())}; the code was compiled for "
+                    f"{tuple(expected)}. Do the call's inputs overlap in other ways than at the first call? Pass copies"
+                )
 
     def reading_in_place(self, indices: Sequence[int]) -> InputRoles:
         """The same, but for some inputs that are read where they are instead of copied."""
@@ -76,12 +94,15 @@ def assign_roles(
     static = [i for i in static if i in tensors]
     statics = tuple(static)
     copied = tuple(i for i in tensors if i not in set(statics))
+    written_back = tuple(i for i in copied if i in set(mutated))
+    values = tuple(i for i, value in enumerate(inputs) if not isinstance(value, Tensor))
     return InputRoles(
         static=statics,
         copied=copied,
-        written_back=tuple(i for i in copied if i in set(mutated)),
+        written_back=written_back,
         written_static=tuple(i for i in statics if i in set(mutated)),
-        values=tuple(i for i, value in enumerate(inputs) if not isinstance(value, Tensor)),
+        values=values,
+        written_sizes=() if values else tuple(inputs[i].size() for i in written_back),
         host_scalars=host_scalars,
     )
 

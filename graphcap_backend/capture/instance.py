@@ -49,11 +49,12 @@ class Instance:
         turn: int | None = 0,
         in_place: tuple[int, ...] = (),
         annotations: AnnotationConfig | None = None,
+        where: str | None = None,
     ) -> None:
         """Capture ``run`` as called with ``inputs``. Executes nothing; raises what the capture raises.
 
         ``turn`` counts the instances of one key that hand out aliases; None hands out copies. ``in_place`` are
-        inputs that are read where they are now.
+        inputs that are read where they are now. ``where`` is the user's line that copies of inputs belong to.
         """
         self.copies = turn is None
         self.in_place = tuple((i, inputs[i].data_ptr()) for i in in_place)
@@ -69,7 +70,7 @@ class Instance:
         self._pool: Pool | None = arena.pool(turn)
         try:
             with arena.device.touched_memory(self._pool.token) as self.ranges:
-                outputs, storages = self._capture(run, inputs, roles, donated, self._pool.token, annotations)
+                outputs, storages = self._capture(run, inputs, roles, donated, self._pool.token, annotations, where)
             self.graph.instantiate()
             plan, own = plan_outputs(outputs, storages, self._staging.stand_in(inputs))
         except BaseException:
@@ -104,6 +105,7 @@ class Instance:
         donated: frozenset[int],
         pool: Any,
         annotations: AnnotationConfig | None,
+        where: str | None,
     ) -> tuple[list[Any], dict[int, int]]:
         """Outputs of the captured run, and which storages are those of inputs."""
         device = self._arena.device
@@ -120,7 +122,7 @@ class Instance:
             storages = {staged[i].untyped_storage()._cdata: i for i in reversed(candidates)}
             # The captured callable may drop an input; a weak reference keeps its storage's identity from being reused.
             identities = [StorageWeakRef(staged[i].untyped_storage()) for i in candidates]  # type: ignore[no-untyped-call]
-            self.input_copies = device.capture_input_copies(self.graph, inputs, self._staging.buffers)
+            self.input_copies = device.capture_input_copies(self.graph, inputs, self._staging.buffers, where)
             self._staging.leave_out(copy.index for copy in self.input_copies)
             if device.shares_memory:
                 self._staging.disown()

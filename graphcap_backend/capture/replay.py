@@ -191,6 +191,7 @@ class Replayed:
         self._meet(inputs)
         if self.refused is not None:
             return self._run_refused(inputs, self.refused)
+        self._roles_met().check_written_sizes(inputs)
         key = self._key(inputs)
         family = self._families.get(key)
         if family is None:
@@ -347,6 +348,7 @@ class Replayed:
                     turn=how.turn,
                     in_place=how.in_place,
                     annotations=self._annotations,
+                    where=self.callee.where,
                 )
         except Exception as error:
             # The capture has unwound itself; the uncaptured function serves this and later calls.

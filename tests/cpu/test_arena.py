@@ -197,7 +197,9 @@ class _Refusing(StreamedHost):
 
     copies_inside = True
 
-    def capture_input_copies(self, graph: Any, inputs: Sequence[Any], buffers: dict[int, Tensor]) -> list[InputCopy]:
+    def capture_input_copies(
+        self, graph: Any, inputs: Sequence[Any], buffers: dict[int, Tensor], where: str | None
+    ) -> list[InputCopy]:
         return [cast(InputCopy, _RefusingCopy(i, buffer)) for i, buffer in buffers.items() if self.copies_inside]
 
 

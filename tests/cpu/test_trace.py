@@ -132,6 +132,11 @@ def test_copies_and_fills(tmp_path: Path) -> None:
     good = [launch(5, 100), *(gpu_event(nodes[i], 5, 110 + i) for i in (0, 1, 3))]
     done, found = _annotate(tmp_path, good, saved(nodes))
     assert _nodes_found(found) == [0, 1, 3]
+    # So an H200 shows a copy of few bytes inside a graph.
+    by_kernel = [good[0], {**good[1], "cat": "kernel", "name": "memcpy32_post"}, *good[2:]]
+    del by_kernel[1]["args"]["bytes"]
+    done, found = _annotate(tmp_path, by_kernel, saved(nodes))
+    assert _nodes_found(found) == [0, 1, 3]
     good[1]["args"]["bytes"] = 65
     done, _ = _annotate(tmp_path, good, saved(nodes))
     assert done.unlabelled == {"no captured graph has these kernels": 3}

@@ -14,8 +14,11 @@ import pytest
 import torch
 from helpers.random_runs import run_programs
 
-# torch 2.14's Dynamo asks inputs that are no leaves for their gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+# torch 2.14's Dynamo asks inputs that are no leaves for their gradient; Inductor tells of its choices.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:(?s).*Online softmax is disabled on the fly:UserWarning"),
+]
 
 PROGRAMS = int(os.environ.get("GRAPHCAP_RANDOM_PROGRAMS", "300"))
 FIRST = int(os.environ.get("GRAPHCAP_RANDOM_FIRST", "0"))
@@ -36,10 +39,15 @@ def _cuda() -> None:
 def test_programs_of_torch_operators(first: int) -> None:
     seeds = range(first, min(first + CHUNK, FIRST + PROGRAMS))
     tally = run_programs(seeds, "cuda", generate=False, sequences=SEQUENCES)
+    assert tally.like_inductor <= len(seeds) // 5, tally
     assert len(seeds) < CHUNK or tally.replayed > 0.7, tally
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + min(PROGRAMS, GENERATED)))
 def test_program_of_generated_kernels(seed: int) -> None:
     tally = run_programs([seed], "cuda", generate=True, sequences=20)
+    if tally.like_inductor:
+        pytest.skip(
+            f"needs a torch whose own compile gives eager's values for this program; {torch.__version__} does not"
+        )
     assert tally.replayed > 0.5, tally

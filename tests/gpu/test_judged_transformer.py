@@ -113,7 +113,10 @@ def check_records(found, graphs):
         if not record.node_id:
             continue  # input copies, eager work
         node = graphs[record.node_id >> 32][record.node_id & 0xFFFFFFFF]
-        assert shown(record.name) == (shown(node.name) if node.kind == "kernel" else node.kind), (record, node)
+        if node.kind == "kernel":
+            assert shown(record.name) == shown(node.name), (record, node)
+        else:  # graphs copy few bytes by a kernel of that name
+            assert record.name.startswith(node.kind), (record, node)
         assert stacks[record.node_id] == node.stack, (record, node)
         expected = None if node.annotation is None else [dict(node.annotation)]
         assert annotations.get(record.node_id) == expected, (record, node)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from helpers.backend_calls import compiled, fresh_compiler, parts
 from helpers.random_calls import Variety
-from helpers.random_programs import Program, module_of
+from helpers.random_programs import Program, RandomModule, module_of
 from helpers.random_sequences import CallSequence, Side
 from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
@@ -27,11 +27,13 @@ class Tally:
 
     replays: int
     fallbacks: int
+    like_inductor: int
+    """Programs that plain Inductor does otherwise than eager, and the backend as Inductor does."""
 
     @property
     def replayed(self) -> float:
         """The share of replays."""
-        return self.replays / (self.replays + self.fallbacks)
+        return self.replays / max(1, self.replays + self.fallbacks)
 
 
 def run_programs(seeds: Sequence[int], device: str, *, generate: bool, sequences: int) -> Tally:
@@ -42,40 +44,64 @@ def run_programs(seeds: Sequence[int], device: str, *, generate: bool, sequences
             and replayed is found in the same way, and compiling takes a fraction of the time.
 
     Raises:
-        AssertionError: the sides differ; for each such program the message has its source, its calls, and what plain
-            Inductor does with them.
+        AssertionError: the backend differs from eager where plain Inductor does not, or from both; for each such
+            program the message has its source and its calls.
     """
-    replays, fallbacks, failures = 0, 0, []
+    replays = fallbacks = like_inductor = 0
+    failures = []
     for seed in seeds:
-        with fresh_compiler(), inductor_config.patch(compile_threads=1):
-            try:
-                for part in parts(_run_program(seed, device, generate, sequences, plain=False)):
-                    replays += part.num_replays
-                    fallbacks += sum(part.fallbacks.values())
-            except AssertionError as error:
-                failures.append(f"{error}\n{_plain_inductor(seed, device, generate, sequences)}")
+        try:
+            for part in _run_program(seed, device, generate, sequences):
+                replays += part.num_replays
+                fallbacks += sum(part.fallbacks.values())
+        except AssertionError as error:
+            if (difference := _difference_of_inductor(seed, device, generate, sequences, str(error))) is None:
+                like_inductor += 1
+            else:
+                failures.append(f"{error}\n{difference}")
     assert not failures, f"{len(failures)} of {len(seeds)} programs failed\n" + "\n\n".join(failures[:4])
-    return Tally(replays=replays, fallbacks=fallbacks)
+    return Tally(replays=replays, fallbacks=fallbacks, like_inductor=like_inductor)
 
 
-def _run_program(seed: int, device: str, generate: bool, sequences: int, *, plain: bool) -> Any:
-    """Compare sequences of calls of one program; return the compiled function for its report."""
+def _difference_of_inductor(seed: int, device: str, generate: bool, sequences: int, failure: str) -> str | None:
+    """How plain Inductor and the backend differ in a program that failed; None if they do the same."""
+    try:
+        _run_program(seed, device, generate, sequences, sides=("eager", "inductor"))
+    except AssertionError as error:
+        if str(error).splitlines()[0] == failure.splitlines()[0] and "Tensor-likes are not close" not in failure:
+            return None  # both raise the same
+    else:
+        return "Inductor without this backend does as eager does"
+    try:
+        _run_program(seed, device, generate, sequences, sides=("inductor", "backend"))
+    except AssertionError as error:
+        return f"Inductor without this backend does otherwise than both: {str(error).splitlines()[0]}"
+    return None
+
+
+def _run_program(
+    seed: int, device: str, generate: bool, sequences: int, *, sides: tuple[str, str] = ("eager", "backend")
+) -> Sequence[Any]:
+    """Compare sequences of calls of one program; return what the report tells of the backend."""
+    with fresh_compiler(), inductor_config.patch(compile_threads=1):
+        function = _compare(seed, device, generate, sequences, sides)
+        return parts(function) if sides[1] == "backend" else []
+
+
+def _compare(seed: int, device: str, generate: bool, sequences: int, names: tuple[str, str]) -> Any:
+    """Compare as two sides do; return the second side's function."""
     program = Program.random(seed)
     variety = Variety.random(seed, program)
     torch.manual_seed(seed)
     module = module_of(program, variety.dtype).to(device)
-    twin = copy.deepcopy(module)
-    options = {"fallback_random": True, "fallback_by_default": not generate}
-    if plain:
-        fast: Any = torch.compile(twin, dynamic=variety.dynamic, options=options)
-    else:
-        fast = compiled(twin, device, dynamic=variety.dynamic, **options, **dict(variety.options))
+    modules = [module, copy.deepcopy(module)]
+    calls = [_side(name, one, variety, device, generate) for name, one in zip(names, modules, strict=True)]
     start = copy.deepcopy(module.state_dict())
     for number in range(sequences):
-        for one in (module, twin):
+        for one in modules:
             one.zero_grad()
             one.load_state_dict(start)
-        sides = [Side(call=module, module=module), Side(call=fast, module=twin)]
+        sides = [Side(call=call, module=one) for call, one in zip(calls, modules, strict=True)]
         sequence = CallSequence(seed * 1000 + number, program, variety, sides, device)
         try:
             with (
@@ -86,7 +112,16 @@ def _run_program(seed: int, device: str, generate: bool, sequences: int, *, plai
                 sequence.run(CALLS)
         except Exception as error:
             raise AssertionError(_failure(error, seed, device, generate, number, sequence)) from error
-    return fast
+    return calls[1]
+
+
+def _side(name: str, module: RandomModule, variety: Variety, device: str, generate: bool) -> Any:
+    options = {"fallback_random": True, "fallback_by_default": not generate}
+    if name == "inductor":
+        return torch.compile(module, dynamic=variety.dynamic, options=options)
+    if name == "backend":
+        return compiled(module, device, dynamic=variety.dynamic, **options, **dict(variety.options))
+    return module
 
 
 def _failure(error: Exception, seed: int, device: str, generate: bool, number: int, sequence: CallSequence) -> str:
@@ -99,15 +134,6 @@ def _failure(error: Exception, seed: int, device: str, generate: bool, number: i
         *(str(line) for line in (sequence.variety, *sequence.made)),
     ]
     return "\n".join(lines)
-
-
-def _plain_inductor(seed: int, device: str, generate: bool, sequences: int) -> str:
-    try:
-        with fresh_compiler():
-            _run_program(seed, device, generate, sequences, plain=True)
-    except AssertionError as error:
-        return f"Inductor without this backend: {str(error).splitlines()[0]}"
-    return "Inductor without this backend does as eager does"
 
 
 @contextlib.contextmanager

@@ -1,0 +1,35 @@
+"""Work of ours that belongs to a line of the user's: launched from a frame that says so.
+
+A raw traceback taken below such a frame names that line, as if the user's code had launched the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from graphcap_backend.annotate import backward
+
+
+def launch_from(where: str | None, launch: Callable[[], object]) -> None:
+    """Call ``launch`` from a frame at ``where`` ("file:line:function"; None adds no frame).
+
+    While a recording walks edges, what is launched gets its traceback here; callbacks take their own.
+    """
+
+    def launch_and_tell() -> None:
+        walk = backward.current_walk()
+        if walk is None:
+            launch()
+            return
+        walk.mark_line(torch._C._profiler.gather_traceback(True, False, False))
+        launch()
+        walk.mark_line(None)
+
+    if where is None:
+        launch_and_tell()
+        return
+    file, line, function = where.rsplit(":", 2)
+    code = compile("\n" * (int(line) - 1) + "launch()", file, "exec").replace(co_name=function, co_qualname=function)
+    exec(code, {"launch": launch_and_tell})
