@@ -20,6 +20,7 @@ import torch
 from graphcap_backend import inductor
 from graphcap_backend.annotate.config import AnnotationConfig
 from graphcap_backend.annotate.origins import register_wrapper
+from graphcap_backend.annotate.stand_in_frame import calling_line
 from graphcap_backend.capture.callee import Callee, ReplayLimits, Witness
 from graphcap_backend.capture.outputs import picker
 from graphcap_backend.capture.replay import Replayed
@@ -66,6 +67,8 @@ class Region:
         self._owner = weakref.ref(owner) if owner is not None else None
         self._origins: list[WrapperOrigins] = []
         self._said: set[tuple[SkipKind, str]] = set()
+        self.entry: str | None = None
+        """The user's line that the region is entered at, once it was."""
         self._compile_id = torch._guards.CompileContext.current_compile_id()
         self.all_live.add(self)
 
@@ -77,6 +80,7 @@ class Region:
     def captured(self, subgraph: inductor.Subgraph) -> Callable[[list[Any]], Sequence[Any]]:
         """Inductor hands over a subgraph that may be captured."""
         kind = _kind(subgraph.is_backward, subgraph.is_inference)
+        region = weakref.ref(self)
         name = self._name(kind, subgraph.partition, subgraph.num_partitions)
         replayed = self._replayed(
             Callee(
@@ -91,6 +95,7 @@ class Region:
                 outputs_may_be_copied=subgraph.is_inference,
                 sizes=subgraph.sizes,
                 where=subgraph.where,
+                entry=lambda: None if (alive := region()) is None else alive.entry,
             )
         )
         self.parts.append(
@@ -254,6 +259,8 @@ def _settling(region: Region, compiled: Callable[..., Any]) -> Callable[..., Any
             return serve(list(args))
         if settled:
             return compiled(*args)
+        if region.entry is None:
+            region.entry = calling_line()
         only = region.only_part()
         if only is None:
             return compiled(*args)

@@ -10,6 +10,19 @@ from collections.abc import Callable
 import torch
 
 from graphcap_backend.annotate import backward
+from graphcap_backend.annotate.stacks import StackFilter, describe, provenance_now, symbolize
+
+
+def calling_line() -> str | None:
+    """The innermost line of the user's on this thread's stack, "file:line:function".
+
+    In a compiled region that is the first line of the function that was compiled.
+    """
+    provenance = provenance_now()
+    default = StackFilter(None, provenance)
+    (frames,) = symbolize([torch._C._profiler.gather_traceback(True, False, False)])
+    stack = describe(frames, provenance, default, default).stack
+    return stack.partition("\n")[0] if stack else None
 
 
 def launch_from(where: str | None, launch: Callable[[], object]) -> None:

@@ -30,6 +30,8 @@ class Callee:
     """Which of the inputs that are ints are symbolic sizes, and not computed from such; None: all."""
     where: str | None = None
     """The user's line, for messages."""
+    entry: Callable[[], str | None] = lambda: None
+    """Tells the user's line that calls come in at, once one did."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

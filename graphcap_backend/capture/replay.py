@@ -348,7 +348,7 @@ class Replayed:
                     turn=how.turn,
                     in_place=how.in_place,
                     annotations=self._annotations,
-                    where=self.callee.where,
+                    where=self.callee.entry(),
                 )
         except Exception as error:
             # The capture has unwound itself; the uncaptured function serves this and later calls.

@@ -12,6 +12,7 @@ from helpers.launch_log import recorded, walked
 
 from graphcap_backend.annotate.config import AnnotationConfig
 from graphcap_backend.annotate.stand_in_frame import launch_from
+from graphcap_backend.backend import Region
 
 STACKS = AnnotationConfig(record_py_stacks=True, best_effort=True)
 
@@ -33,3 +34,18 @@ def test_a_stack_begins_with_the_line_given(way: Callable[[AnnotationConfig], An
     assert "/home/me/model.py" not in "".join(stacks[1] + stacks[2])
     # An edge walk sees no lines of eager code, only where it is told.
     assert bool(stacks[2]) == (way is recorded)
+
+
+def test_a_region_knows_where_it_is_entered() -> None:
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        return y + 1
+
+    compiled = torch.compile(doubled, backend="graphcap", options={"host_capture": True})
+    x = torch.ones(2, requires_grad=True)
+    compiled(x).sum().backward()
+    (region,) = (region for region in Region.all_live if region.parts and region.owner is not None)
+    assert region.entry == f"{__file__}:{doubled.__code__.co_firstlineno}:doubled"
+    entries = [part.replayed.callee.entry() for part in region.parts if part.replayed is not None]
+    assert entries == [region.entry] * 2
+    torch._dynamo.reset()
