@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -104,10 +104,19 @@ def collapsed_lines(weights: dict[Frames, Fraction]) -> Iterator[str]:
         yield f"{frames} {_number(weight)}\n"
 
 
+def _in_order_of_nodes(stacks: Iterable[Frames]) -> list[Frames]:
+    """Stacks with the same callers beside each other, and callers in the order in which they first launch something."""
+    first: dict[Frames, int] = {}
+    for stack in stacks:
+        for depth in range(1, len(stack) + 1):
+            first.setdefault(stack[:depth], len(first))
+    return sorted(stacks, key=lambda stack: [first[stack[:depth]] for depth in range(1, len(stack) + 1)])
+
+
 def speedscope(weights: dict[Frames, Fraction], weight: Weight, name: str) -> dict[str, Any]:
     """The file as speedscope's schema has it: one sampled profile, a sample per stack."""
     frames: dict[str, int] = {}
-    stacks = sorted(weights)
+    stacks = _in_order_of_nodes(weights)
     samples = [[frames.setdefault(frame, len(frames)) for frame in stack] for stack in stacks]
     return {
         "$schema": _SCHEMA,
