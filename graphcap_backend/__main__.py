@@ -9,6 +9,9 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+from graphcap_backend.files import refuse_to_overwrite
 
 _Commands = argparse._SubParsersAction
 _RED, _GREEN, _YELLOW, _PLAIN = "\033[31m", "\033[32m", "\033[33m", "\033[0m"
@@ -41,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         description="CUDA graph capture for torch.compile, explained.",
         epilog="A FILE is what save_capture(path, compiled) wrote. `graphcap COMMAND --help` says more.",
     )
+    parser.add_argument("--version", action="version", version=f"graphcap {version('graphcap-backend')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     _add_demo(commands)
     _add_nodes(commands)
@@ -169,6 +173,8 @@ def _run_diff(options: argparse.Namespace) -> int:
 def _run_report(options: argparse.Namespace) -> int:
     from graphcap_backend.show.saved import load_capture
 
+    if options.html is not None:
+        refuse_to_overwrite(options.file, options.html, "page")
     capture = load_capture(options.file)
     if options.html is not None:
         from graphcap_backend.show.page import write_page
@@ -186,7 +192,14 @@ def _run_report(options: argparse.Namespace) -> int:
 def _run_trace(options: argparse.Namespace) -> int:
     from graphcap_backend.show.tracing import annotate_trace
 
-    print(annotate_trace(options.src, options.dst, capture=options.capture))
+    refuse_to_overwrite(options.capture, options.dst, "annotated trace")
+    found = annotate_trace(options.src, options.dst, capture=options.capture)
+    print(found)
+    if not found.num_replays:
+        print(
+            f"{options.src} has no GPU events of graph replays: profile with ProfilerActivity.CUDA, on a GPU, while "
+            "the function replays. Replays of a HostGraph leave none"
+        )
     return 0
 
 
@@ -198,6 +211,7 @@ def _run_flame(options: argparse.Namespace) -> int:
     if output is None:
         suffix = ".folded.txt" if options.format == "collapsed" else ".speedscope.json"
         output = options.file.removesuffix(".gz").removesuffix(".json") + suffix
+    refuse_to_overwrite(options.file, output, "flame graph")
     write_flame_graph(output, load_capture(options.file), weight=options.weight, format=options.format)
     print(f"wrote {output}" + ("" if output.endswith(".txt") else "; open it in https://www.speedscope.app"))
     return 0

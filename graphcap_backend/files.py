@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import os
@@ -24,7 +25,12 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[TextIO]:
         OSError: it can't be written.
     """
     target = Path(path)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=".graphcap-")
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    try:
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=".graphcap-")
+    except OSError as error:  # which names the temporary file
+        raise OSError(error.errno, error.strerror, os.fspath(target.parent)) from None
     temporary = Path(name)
     try:
         with ExitStack() as stack:
@@ -41,6 +47,16 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[TextIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def refuse_to_overwrite(source: str | os.PathLike[str], target: str | os.PathLike[str], output: str) -> None:
+    """Raise where ``output``, to be written to ``target``, would take the place of what it is made from.
+
+    Raises:
+        ValueError: they are the same file.
+    """
+    if Path(target).exists() and Path(source).exists() and Path(source).samefile(target):
+        raise ValueError(f"{os.fspath(target)} is the saved capture itself; name another file for the {output}")
 
 
 def opened_text(path: str | os.PathLike[str]) -> TextIO:

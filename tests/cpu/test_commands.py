@@ -15,6 +15,7 @@ import torch
 from helpers.chrome_traces import replay, write_trace
 from helpers.saved_captures import model_nodes, profiled, saved
 
+import graphcap_backend
 from graphcap_backend import NodeList, load_capture, save_capture
 from graphcap_backend.__main__ import main
 from graphcap_backend.annotate import cupti, edge_walk
@@ -156,7 +157,14 @@ def test_env_tells_a_driver_that_is_too_old(
         (["flame", "c.json", "--weight", "time"], "graphcap flame: this capture has no times to weigh by"),
         (["trace", "c.json", "dst.json", "--capture", "c.json"], "graphcap trace: c.json is no Chrome trace"),
         (["diff", "c.json", "none.json"], "graphcap diff: [Errno 2]"),
-        (["flame", "c.json", "-o", "no/such/folder.json"], "graphcap flame: [Errno 2]"),
+        (["flame", "c.json", "-o", "no/such/x.json"], "graphcap flame: [Errno 2] No such file or directory: 'no/such'"),
+        (["flame", "c.json", "-o", "."], "graphcap flame: [Errno 21] Is a directory: '.'"),
+        (["flame", "c.json", "-o", "link.json"], "graphcap flame: link.json is the saved capture itself; name another"),
+        (["report", "c.json", "--html", "./c.json"], "graphcap report: ./c.json is the saved capture itself"),
+        (
+            ["trace", "empty.json", "c.json", "--capture", "c.json"],
+            "graphcap trace: c.json is the saved capture itself",
+        ),
     ],
 )
 def test_errors_are_one_line(
@@ -169,7 +177,10 @@ def test_errors_are_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.json").touch()
     save_capture("c.json", saved(model_nodes()))
+    (tmp_path / "link.json").symlink_to("c.json")
+    before = (tmp_path / "c.json").read_bytes()
     assert main(arguments) == 2
+    assert (tmp_path / "c.json").read_bytes() == before
     err = capsys.readouterr().err
     assert err.startswith(message)
     assert err.count("\n") == 1
@@ -182,6 +193,23 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for command in ("demo", "nodes", "diff", "report", "trace", "flame", "env"):
         assert f"\n    {command} " in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"graphcap {graphcap_backend.__version__}\n"
+
+
+def test_a_trace_without_replays_says_what_to_profile(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_trace(tmp_path / "t.json", [])
+    assert main(["trace", str(tmp_path / "t.json"), str(tmp_path / "out.json"), "--capture", file]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("0 GPU events of 0 replays labelled")
+    assert "t.json has no GPU events of graph replays: profile with ProfilerActivity.CUDA" in out
 
 
 def _on_a_terminal(arguments: list[str], **environment: str) -> str:
