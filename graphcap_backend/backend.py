@@ -266,7 +266,11 @@ def _settling(region: Region, compiled: Callable[..., Any]) -> Callable[..., Any
             return compiled(*args)
         settled = True
         witness = only.witness = Witness()
-        outputs = compiled(*args)
+        try:
+            outputs = compiled(*args)
+        except BaseException:
+            settled, only.witness = False, None
+            raise
         serve = _direct_way(only, args, outputs, witness)
         return outputs
 

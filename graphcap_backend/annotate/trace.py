@@ -22,7 +22,7 @@ from graphcap_backend.files import opened_text, written_whole
 
 _GPU_CATEGORIES: Final = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCH_CATEGORIES: Final = frozenset({"cuda_runtime", "cuda_driver"})
-_COPY_KERNEL: Final = re.compile(r"(memcpy|memset)\d*(_\w+)?")
+_COPY_KERNEL: Final = re.compile(r"(memcpy|memset)\d*_post")
 """Seen with driver 580 on an H200: graphs copy few bytes on the device by a kernel "memcpy32_post"."""
 _SCOPE_CATEGORY: Final = "graphcap_scope"
 _SCOPE_LANES: Final = 1_000_000

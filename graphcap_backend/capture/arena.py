@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -53,6 +54,8 @@ class Arena:
         self._first_stream: int | None = None
         self.several_streams = False
         """Whether graphs were ever replayed on more than one stream; only then is there anything to order."""
+        self.gone: deque[list[tuple[OwnedOutput, int]]] = deque()
+        """What graphs that died without being released held of others' outputs; see ``settle``."""
         self._pools: weakref.WeakValueDictionary[int | None, Pool] = weakref.WeakValueDictionary()
         self._instances: weakref.WeakSet[Instance] = weakref.WeakSet()
 
@@ -76,11 +79,12 @@ class Arena:
             pool = self._pools[turn] = Pool(self.device.new_pool())
         return pool
 
-    def order(self, instance: Instance) -> None:
+    def order(self, instance: Instance) -> bool:
         """Order the current stream behind all that a replay of ``instance`` could disturb.
 
         That is the last replay, whose intermediates may lie in the same memory, and whatever callers did with the
-        outputs that it overwrites: they may have used those on another stream, and dropped them, since.
+        outputs that it overwrites: they may have used those on another stream, and dropped them, since. False, and
+        nothing done, if such a stream is being captured: waiting for it would become part of that capture.
         """
         stream = self.device.current_stream()
         if self.last_stream is None:
@@ -88,11 +92,14 @@ class Arena:
         self.several_streams |= stream != self.last_stream
         if self.several_streams:
             handed_out = {self._first_stream if other is None else other for other in instance.streams()}
-            for other in {self.last_stream, *handed_out}:
-                if other is not None and other != stream:
-                    self.device.wait_for_stream(other)
+            others = [other for other in {self.last_stream, *handed_out} if other is not None and other != stream]
+            if any(map(self.device.is_captured, others)):
+                return False
+            for other in others:
+                self.device.wait_for_stream(other)
             instance.handed_out_on(stream)
             self.last_stream = stream
+        return True
 
     def add(self, instance: Instance) -> None:
         """A new instance: earlier graphs must not be replayed while its outputs in their memory are in use."""
@@ -121,6 +128,11 @@ class Arena:
                 out.raise_baseline(change)
             for instance in self._instances:
                 instance.refresh_probes()
+
+    def settle(self) -> None:
+        """Count what dead graphs held no longer. (A finalizer cannot: the lock may be another thread's.)"""
+        while self.gone:
+            self.adjust_baselines([(out, -held) for out, held in self.gone.popleft()])
 
     def forget(self, instance: Instance) -> None:
         """The instance is released. Others go on watching those of its outputs that a caller still holds."""

@@ -23,6 +23,7 @@ class CallWatch:
         self._name = name
         self._covered = covered
         self._told: list[Callable[[], None]] = []
+        self._told_afterwards: list[Callable[[], None]] = []
 
     @classmethod
     def on(cls, graph: Any, name: str) -> CallWatch:
@@ -33,9 +34,11 @@ class CallWatch:
             setattr(graph, name, found)
         return found
 
-    def tell(self, listener: Callable[[], None]) -> None:
-        """Have ``listener`` called before each call of the method; it lives as long as the graph."""
+    def tell(self, listener: Callable[[], None], *, afterwards: bool = False) -> None:
+        """Have ``listener`` called before each call (or before and after); it lives as long as the graph."""
         self._told.append(listener)
+        if afterwards:
+            self._told_afterwards.append(listener)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.count += 1
@@ -49,3 +52,5 @@ class CallWatch:
             return None if graph is None else getattr(type(graph), self._name)(graph, *args, **kwargs)
         finally:
             self.count += 1
+            for listener in self._told_afterwards:
+                listener()

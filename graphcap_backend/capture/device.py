@@ -52,6 +52,7 @@ class Device(Protocol):
     def launcher(self, graph: Any) -> Callable[[], None]: ...
     def new_pool(self) -> Any: ...
     def session(self, graph: Any, pool: Any, annotations: AnnotationConfig | None) -> CaptureSession: ...
+    def is_captured(self, stream: int) -> bool: ...
     def wait_for_stream(self, stream: int) -> None: ...
     def touched_memory(self, pool: Any) -> contextlib.AbstractContextManager[list[Range]]: ...
     def misaligned(self, inputs: Sequence[Any]) -> list[int]: ...
@@ -102,6 +103,12 @@ class CudaDevice:
         return CaptureSession(
             graph, pool=pool, capture_error_mode="thread_local", annotations=annotations, warn_if_empty=False
         )
+
+    def is_captured(self, stream: int) -> bool:
+        """Whether somebody is capturing ``stream``."""
+        from graphcap_backend.capture.driver import CaptureStatus, capture_info
+
+        return capture_info(stream).status is not CaptureStatus.NONE
 
     def wait_for_stream(self, stream: int) -> None:
         """Make the current stream wait for what ``stream`` was given so far."""
@@ -193,6 +200,10 @@ class HostDevice:
     @staticmethod
     def current_stream() -> int:
         return 0
+
+    @staticmethod
+    def is_captured(stream: int) -> bool:
+        return False
 
     def wait_for_stream(self, stream: int) -> None:
         """The host has one stream."""

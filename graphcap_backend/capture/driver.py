@@ -17,7 +17,6 @@ from graphcap_backend.errors import CudaError
 _Handle = ctypes.c_void_p
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _MEMCPY_NODE = 1  # CU_GRAPH_NODE_TYPE_MEMCPY
-_MEMCPY_NODE = 1  # CU_GRAPH_NODE_TYPE_MEMCPY
 _EDGE_DATA_BYTES = 8  # sizeof(CUgraphEdgeData)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch.multiprocessing.reductions import StorageWeakRef
+
 from graphcap_backend.capture.device import Range
 from graphcap_backend.capture.skip import SkipReason
 
@@ -39,6 +41,8 @@ class Family:
     refused: SkipReason | None = None
     full: bool = False
     """Whether capturing one more instance has failed."""
+    statics: tuple[StorageWeakRef, ...] = ()
+    """Storages of the static inputs. Once one is gone, no call can come with this key."""
     copies_only: bool = False
     """Whether outputs are always copied: large ones, whose copy costs little beside the work that makes them."""
 

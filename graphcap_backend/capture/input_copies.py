@@ -24,6 +24,9 @@ _MOST = 4
 """More inputs are quicker copied by one launch before the graph: the nodes of a graph copy one after the other."""
 
 
+_REFUSALS = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED")
+
+
 class SourceRefusedError(CudaError):
     """The driver does not let a node read from an input's memory. Nothing was replayed."""
 
@@ -50,18 +53,23 @@ class InputCopy:
         self._graph = weakref.ref(graph)
         self._exec = 0
 
-    def read_from(self, tensor: Tensor) -> None:
+    def read_from(self, tensor: Tensor) -> Tensor:
         """Have the next replay copy ``tensor``, which is as large as the buffer.
+
+        Returns:
+            what it reads, to be held until the graph is launched: a copy may be made on the way.
 
         Raises:
             SourceRefusedError: the driver does not take its memory.
         """
         if _is_one_stretch(tensor):
             self._read(tensor.data_ptr())
-            return
-        # A tangent may come in any form. Its copy need only last until the replay, which is on the same stream.
-        self._read(torch.empty_like(self._like, device=tensor.device).copy_(tensor).data_ptr())
+            return tensor
+        # A tangent may come in any form.
+        copied = torch.empty_like(self._like, device=tensor.device).copy_(tensor)
+        self._read(copied.data_ptr())
         self.source = 0
+        return copied
 
     def read_nothing_new(self) -> None:
         """Have the next replay work on what is in the buffer: an input's memory may be gone by then."""
@@ -77,11 +85,13 @@ class InputCopy:
             assert graph is not None, "a replay without its graph"
             self._exec = graph.raw_cuda_graph_exec()
         self._params.srcDevice = address
+        self.source = 0  # not known, should this be interrupted
         try:
             driver.set_memcpy_params(self._exec, self._node, self._params, self._context)
         except CudaError as error:
-            self.source = 0
-            raise SourceRefusedError(error.api, error.result) from None
+            if error.result in _REFUSALS:
+                raise SourceRefusedError(error.api, error.result) from None
+            raise
         self.source = address
 
 
@@ -99,7 +109,8 @@ def capture_copies(inputs: Sequence[Any], buffers: dict[int, Tensor], graph: Any
     for i in fit:
         launch_from(where, partial(buffers[i].copy_, inputs[i]))
         (node,) = driver.capture_info(stream).frontier
-        assert driver.is_memcpy(node), "a copy of one stretch of memory is no memcpy"
+        if not driver.is_memcpy(node):
+            raise SourceRefusedError("Tensor.copy_", "a node that is no memcpy")
         copies.append(InputCopy(i, buffers[i], node, graph))
     return copies
 
@@ -117,16 +128,19 @@ def watch_graph(graph: Any, copies: list[InputCopy], lock: AbstractContextManage
             for copy in nodes:
                 copy.read_nothing_new()
 
-    def before_instantiate() -> None:
+    def forget_exec() -> None:
         with lock:
             for copy in nodes:
                 copy.forget_exec()
 
     if nodes:
         CallWatch.on(graph, "replay").tell(before_replay)
-        CallWatch.on(graph, "instantiate").tell(before_instantiate)
+        # Before, and after: a call of another thread may have asked for the old one in between.
+        CallWatch.on(graph, "instantiate").tell(forget_exec, afterwards=True)
         CallWatch.on(graph, "reset").tell(nodes.clear)
 
 
 def _is_one_stretch(tensor: Tensor) -> bool:
-    return tensor.numel() > 0 and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    # A complex tensor's memory may be that of its conjugate at the next call.
+    plain = not tensor.is_complex() and not tensor.is_neg()
+    return tensor.numel() > 0 and tensor.is_contiguous() and plain

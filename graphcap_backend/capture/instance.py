@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,7 @@ class Instance:
         self.copies = turn is None
         self.in_place = tuple((i, inputs[i].data_ptr()) for i in in_place)
         roles = roles.reading_in_place(in_place)
+        donated = donated.difference(in_place)  # there it is the memory of another graph
         self.num_replays = 0
         self._arena = arena
         self.graph = arena.device.new_graph()
@@ -94,8 +96,7 @@ class Instance:
         self._watched = list(self.owned)
         self.refresh_probes()
         arena.add(self)
-        self._holds = [(out, out.use_count() - before) for out, before in zip(read, held_before, strict=True)]
-        arena.adjust_baselines(self._holds)
+        self._hold([(out, out.use_count() - before) for out, before in zip(read, held_before, strict=True)])
 
     def _capture(
         self,
@@ -134,6 +135,14 @@ class Instance:
             self.captured.record.resolve()
         del identities
         return outputs, storages
+
+    def _hold(self, holds: list[tuple[OwnedOutput, int]]) -> None:
+        """What the graph holds of other graphs' outputs is no use by a caller, for as long as this instance lives."""
+        self._arena.adjust_baselines(holds)
+        self._given_back: weakref.finalize[..., Instance] | None = None
+        if any(held for _, held in holds):
+            self._given_back = weakref.finalize(self, self._arena.gone.append, holds)
+            self._given_back.atexit = False
 
     def _by_storage(self, own: Sequence[Tensor], foreign: set[int]) -> list[OwnedOutput]:
         """The storages of output tensors that belong to the graph, as constants of compiled code do not."""
@@ -184,13 +193,16 @@ class Instance:
         Raises:
             SourceRefusedError: the graph cannot read an input where it is; nothing was done.
         """
+        held = []  # until the graph is launched
         for copy in self.input_copies:
-            if inputs[copy.index].data_ptr() != copy.source:
-                copy.read_from(inputs[copy.index])
+            tensor = inputs[copy.index]
+            if tensor.data_ptr() != copy.source or tensor.is_neg():
+                held.append(copy.read_from(tensor))
         staging = self._staging
         if staging.fills:
             staging.load(inputs)
         self._launch()
+        del held
         if staging.writes_back:
             staging.write_back(inputs)
         self.num_replays += 1
@@ -207,8 +219,9 @@ class Instance:
         """Give the graph and its memory back; outputs that callers hold stay valid."""
         self._arena.forget(self)
         self.graph.reset()
-        self._arena.adjust_baselines([(out, -held) for out, held in self._holds])
-        self._holds = []
+        if self._given_back is not None:
+            self._given_back()
+            self._arena.settle()
         self._own = []
         self.owned = []
         self._watched = []

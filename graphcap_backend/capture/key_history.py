@@ -104,6 +104,10 @@ class KeyHistory:
         elif key[0] and num_warm - num_captured > self._limits.max_graphs:
             self.say_too_many("a shape is captured when it comes the second time")
 
+    def say_room_is_made(self) -> None:
+        """Tell that a graph goes for another."""
+        self.say_too_many("the least recently used graph makes room for a new one")
+
     def say_too_many(self, consequence: str) -> None:
         """Tell that there are more shapes than are captured."""
         self._say(

@@ -17,16 +17,20 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphcap_backend.capture.arena import Arena
 from graphcap_backend.capture.call_watch import CallWatch
 from graphcap_backend.capture.callee import Callee, ReplayLimits, Witness
+from graphcap_backend.capture.device import ALIGNMENT
 from graphcap_backend.capture.family import Family, NextInstance
+from graphcap_backend.capture.family_table import FamilyTable
 from graphcap_backend.capture.input_copies import SourceRefusedError
 from graphcap_backend.capture.inputs import (
     InputRoles,
@@ -83,21 +87,19 @@ class Replayed:
         self.witness: Witness | None = None
         """Takes down what the next call got and gave, once."""
         self.fallbacks: Counter[SkipKind] = Counter()
-        self.num_replays_released = 0
         self.refused: SkipReason | None = None
         self._ran = False
-        self._num_keys_captured = 0
         self._limits = limits
         self._annotations = annotations
         self._on_skip = on_skip
         self._on_capture = on_capture
         self._arena = Arena.of(callee.device)
-        self._lock = self._arena.lock
+        self._lock, self._gone = self._arena.lock, self._arena.gone
         self._is_capturing = self._arena.device.is_capturing
         self._current_stream = self._arena.device.current_stream
         self._roles: InputRoles | None = None
-        self._families: OrderedDict[Key, Family] = OrderedDict()
         self._keys = KeyHistory(limits, callee, on_skip)
+        self._table = FamilyTable(limits.max_graphs, self._keys.say_room_is_made, self._forget)
         self._current: Family | None = None
         self._static: list[int] = []
         self._copied: tuple[int, ...] = ()
@@ -109,7 +111,7 @@ class Replayed:
     @property
     def families(self) -> tuple[Family, ...]:
         """Captured keys, least recently used first."""
-        return tuple(self._families.values())
+        return tuple(self._table)
 
     @property
     def notices(self) -> tuple[SkipReason, ...]:
@@ -119,8 +121,8 @@ class Replayed:
     @property
     def num_replays(self) -> int:
         """Replays so far, those of released graphs included."""
-        live = sum(instance.num_replays for family in self.families for instance in family.instances)
-        return live + self.num_replays_released
+        live = sum(instance.num_replays for family in self._table for instance in family.instances)
+        return live + self._table.num_replays_released
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Serve one call. ``inputs`` is cleared, as Inductor's callables do."""
@@ -128,6 +130,8 @@ class Replayed:
             return self._run_inside(inputs)
         grad = _is_grad_enabled()
         with self._lock:
+            if self._gone:
+                self._arena.settle()
             family = self._current
             if (
                 family is not None
@@ -138,8 +142,9 @@ class Replayed:
                 for instance in family.instances:
                     if not any_in_use(instance.probes) and (not instance.in_place or instance.finds(inputs)):
                         arena = self._arena
-                        if arena.several_streams or self._current_stream() != arena.last_stream:
-                            arena.order(instance)
+                        elsewhere = arena.several_streams or self._current_stream() != arena.last_stream
+                        if elsewhere and not arena.order(instance):
+                            break
                         if grad:
                             _set_grad_enabled(False)
                         try:
@@ -153,10 +158,15 @@ class Replayed:
                         return outputs
             with self._arena.device.made_current():
                 try:
-                    return self._other_way(inputs)
+                    served = self._other_way(inputs)
                 except SourceRefusedError as error:
                     self._copy_outside(error)
-                    return self._other_way(inputs)
+                    served = self._other_way(inputs)
+        if not isinstance(served, partial):
+            return served
+        # Not under the lock: what runs uncaptured may be the user's code, which may wait for another thread's call.
+        with self._arena.device.made_current():
+            return served()
 
     def _run_inside(self, inputs: list[Any]) -> Sequence[Any]:
         if not self._ran and self.callee.device.type == "cuda":
@@ -165,7 +175,7 @@ class Replayed:
                 "loaded or tuned. Call the compiled function once with such inputs before the capture."
             )
         with self._arena.device.made_current():
-            return self._uncaptured(inputs, SkipKind.ALREADY_CAPTURING)
+            return self._uncaptured(inputs, SkipKind.ALREADY_CAPTURING)()
 
     def _run(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the callable as AOTAutograd's wrappers do, from wherever this one is called."""
@@ -182,42 +192,51 @@ class Replayed:
         roles = self._roles_met()
         return (*roles.variable_key(inputs), tuple(inputs[i].data_ptr() for i in roles.static))
 
-    def _at_their_inputs(self, addresses: Sequence[int]) -> list[int]:
-        of = dict(zip(self._static, addresses, strict=True))
-        return [of.get(i, 0) for i in range(max(of, default=-1) + 1)]
+    def _family(self, key: Key, inputs: Sequence[Any]) -> Family:
+        at = dict(zip(self._static, key[2], strict=True))
+        roles = self._roles_met()
+        return Family(
+            key,
+            static_addresses=[at.get(i, 0) for i in range(max(at, default=-1) + 1)],
+            written=written_ranges(inputs, roles),
+            refused=refuse_layout(inputs, roles),
+            statics=tuple(StorageWeakRef(inputs[i].untyped_storage()) for i in self._static),  # type: ignore[no-untyped-call]
+            copies_only=self._keys.copies_outputs(key),
+        )
 
-    def _other_way(self, inputs: list[Any]) -> Sequence[Any]:
-        """Serve a call that the most recent key's idle instances could not."""
+    def _other_way(self, inputs: list[Any]) -> Sequence[Any] | partial[Sequence[Any]]:
+        """Serve a call that the most recent key's idle instances could not, or say how it is to run uncaptured."""
         self._meet(inputs)
         if self.refused is not None:
             return self._run_refused(inputs, self.refused)
         self._roles_met().check_written_sizes(inputs)
         key = self._key(inputs)
-        family = self._families.get(key)
+        family = self._table.use(key)
         if family is None:
             if self._demote_volatile(inputs, key):
                 key = self._key(inputs)
+            self._table.drop_dead(key[2])
             sizes = self._roles_met().sizes(inputs, self.callee.sizes)
-            reason = self._keys.not_yet(key, sizes, num_captured=len(self._families), num_ever=self._num_keys_captured)
+            reason = self._keys.not_yet(key, sizes, num_captured=len(self._table), num_ever=self._table.num_captured)
+            if reason is SkipKind.WARM_UP and self.callee.outputs_may_be_copied:
+                return partial(self._run_once, self._uncaptured(inputs, reason), inputs, key)
             if reason is not None:
-                return self._run_once(inputs, key, reason)
-            family = Family(key, self._at_their_inputs(key[2]), written_ranges(inputs, self._roles_met()))
-            family.refused = refuse_layout(inputs, self._roles_met())
-            family.copies_only = self._keys.copies_outputs(key)
-            self._keep(family)
+                return self._uncaptured(inputs, reason)
+            family = self._family(key, inputs)
+            self._table.keep(family)
         if family.refused is not None:
             return self._run_refused(inputs, family.refused)
-        self._families.move_to_end(key)
         overlap = refuse_written_overlap(inputs, self._roles_met(), family.written)
         if overlap is not None:
             return self._run_refused(inputs, overlap)
         instance = self._open_instance(family, inputs)
         if instance is None:
             return self._uncaptured(inputs, family.refused.kind if family.refused else SkipKind.OUTPUTS_HELD)
+        if not self._arena.order(instance):
+            return self._uncaptured(inputs, SkipKind.ALREADY_CAPTURING)
         if not self._roles_met().written_back:
             # Which inputs overlap is no part of the key, so with write-backs every call comes this way.
             self._current = family
-        self._arena.order(instance)
         with torch.no_grad():
             outputs = instance.replay(inputs)
         inputs.clear()
@@ -265,7 +284,9 @@ class Replayed:
         volatile = {
             i
             for i, old, new in zip(self._static, before, key[2], strict=True)
-            if old != new and not isinstance(inputs[i], torch.nn.Parameter) and not self._arena.owns(inputs[i])
+            # Code made for an aligned parameter cannot read one that is not.
+            if (new % ALIGNMENT and not old % ALIGNMENT)
+            or (old != new and not isinstance(inputs[i], torch.nn.Parameter) and not self._arena.owns(inputs[i]))
         }
         if not volatile:
             return False
@@ -278,25 +299,14 @@ class Replayed:
         self._keys.add_warm(self._key(inputs))  # it ran at this shape before
         return True
 
-    def _run_once(self, inputs: list[Any], key: Key, reason: SkipKind) -> Sequence[Any]:
+    def _run_once(self, run: Callable[[], Sequence[Any]], inputs: list[Any], key: Key) -> Sequence[Any]:
         """Run a call uncaptured and look how large its outputs are beside the memory that it reads and makes."""
-        if reason is not SkipKind.WARM_UP or not self.callee.outputs_may_be_copied:
-            return self._uncaptured(inputs, reason)
         device = self._arena.device
         moved = num_bytes(inputs) - device.num_bytes_allocated()
-        outputs = self._uncaptured(inputs, reason)
+        outputs = run()
         moved += device.num_bytes_allocated()
         self._keys.note_sizes(key, made=num_bytes(outputs), moved=moved)
         return outputs
-
-    def _keep(self, family: Family) -> None:
-        """Enter a family, releasing the least recently used ones above the limit."""
-        if len(self._families) >= self._limits.max_graphs:
-            self._keys.say_too_many("the least recently used graph makes room for a new one")
-        self._families[family.key] = family
-        while len(self._families) > self._limits.max_graphs:
-            _, oldest = self._families.popitem(last=False)
-            self._release(oldest)
 
     def _open_instance(self, family: Family, inputs: list[Any]) -> Instance | None:
         """An instance that may be replayed now, captured if need be; None when capturing fails."""
@@ -322,17 +332,10 @@ class Replayed:
         def drop() -> None:
             alive = myself()
             if alive is not None:
-                alive._drop(key, reset())
+                with alive._lock:
+                    alive._table.drop_with(key, reset())
 
         CallWatch.on(instance.graph, "reset").tell(drop)
-
-    def _drop(self, key: Key, instance: Instance | None) -> None:
-        with self._lock:
-            family = self._families.get(key)
-            if family is not None and instance in family.instances:  # else it is being released already
-                del self._families[key]
-                self._release(family)
-                self._num_keys_captured -= 1
 
     def _capture(self, family: Family, inputs: list[Any], how: NextInstance) -> Instance | None:
         try:
@@ -350,6 +353,8 @@ class Replayed:
                     annotations=self._annotations,
                     where=self.callee.entry(),
                 )
+        except SourceRefusedError:
+            raise
         except Exception as error:
             # The capture has unwound itself; the uncaptured function serves this and later calls.
             logger.debug("capture of %s failed", self.callee.name, exc_info=True)
@@ -361,7 +366,7 @@ class Replayed:
                 )
                 self._on_skip(family.refused)
             return None
-        self._num_keys_captured += not family.instances
+        self._table.num_captured += not family.instances
         return instance
 
     def _donated(self) -> frozenset[int]:
@@ -373,27 +378,23 @@ class Replayed:
         saved = frozenset(self.callee.static) if self.callee.is_backward else frozenset()
         return self.callee.donated | saved.intersection(self._roles_met().copied)
 
-    def _run_refused(self, inputs: list[Any], reason: SkipReason) -> Sequence[Any]:
+    def _run_refused(self, inputs: list[Any], reason: SkipReason) -> partial[Sequence[Any]]:
         """Serve a call that cannot be captured. ``on_skip`` hears of each, and may raise: nothing has run yet."""
         self._on_skip(reason)
         return self._uncaptured(inputs, reason.kind)
 
-    def _uncaptured(self, inputs: list[Any], kind: SkipKind) -> Sequence[Any]:
+    def _uncaptured(self, inputs: list[Any], kind: SkipKind) -> partial[Sequence[Any]]:
         self.fallbacks[kind] += 1
         misaligned = self._arena.device.misaligned(inputs)
         if not misaligned:
-            return self._run(inputs)
-        return run_on_aligned_copies(self._run, inputs, misaligned, self.callee.mutated)
+            return partial(self._run, inputs)
+        return partial(run_on_aligned_copies, self._run, inputs, misaligned, self.callee.mutated)
 
-    def _release(self, family: Family) -> None:
+    def _forget(self, family: Family) -> None:
         if self._current is family:
             self._current = None
-        for instance in family.instances:
-            self.num_replays_released += instance.num_replays
-            instance.release()
 
     def release(self) -> None:
         """Give all graphs and their memory back. Calls go on, uncaptured or captured anew."""
         with self._lock:
-            while self._families:
-                self._release(self._families.popitem()[1])
+            self._table.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,9 @@ from helpers.backend_calls import (
     scenarios,
 )
 from torch import Tensor, nn
+
+from graphcap_backend import graph
+from graphcap_backend.errors import NotWarmedUpError
 
 # Dynamo of torch 2.14 asks inputs that are no leaves for their gradient; Inductor recommends TF32.
 pytestmark = [
@@ -243,3 +247,71 @@ def test_second_device() -> None:
         assert torch.cuda.current_device() == 0
     for part in parts(fast):
         assert part.state == "captured"
+
+
+def test_weights_that_are_replaced_200_times_are_still_captured() -> None:
+    model = nn.Linear(64, 64).cuda()
+    fast, x = compiled(model, "cuda"), torch.randn(8, 64, device="cuda")
+    with torch.no_grad():
+        for _ in range(200):
+            model.load_state_dict({name: value + 0.01 for name, value in model.state_dict().items()}, assign=True)
+            for _ in range(3):
+                assert_same(fast(x), model(x), rtol=1e-3, atol=1e-3)
+    (part,) = parts(fast)
+    assert set(part.fallbacks) == {"warm_up"}
+    assert len(part.graphs) <= 4
+
+
+def test_parameters_that_become_slices_of_one_vector() -> None:
+    """Code made for aligned parameters gets them at addresses that are not."""
+    net = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 64)).cuda()
+    fast, x = compiled(net, "cuda"), torch.randn(5, 7, device="cuda")
+    with torch.no_grad():
+        for _ in range(3):
+            assert_same(fast(x), net(x), rtol=1e-3, atol=1e-3)
+        for _ in range(2):
+            vector = torch.randn(sum(p.numel() for p in net.parameters()), device="cuda")
+            nn.utils.vector_to_parameters(vector, net.parameters())
+            assert any(parameter.data_ptr() % 16 for parameter in net.parameters())
+            for _ in range(4):
+                assert_same(fast(x), net(x), rtol=1e-3, atol=1e-3)
+        torch.cuda.synchronize()
+
+
+def test_first_called_inside_a_capture_by_hand() -> None:
+    fast, x = compiled(wave, "cuda"), torch.randn(8, device="cuda")
+    for _ in range(2):
+        with pytest.raises(NotWarmedUpError), graph(torch.cuda.CUDAGraph()):
+            fast(x)
+    for _ in range(4):
+        assert_same(fast(x), wave(x))
+    assert_captured(fast)
+
+
+def test_a_stream_that_is_captured_is_not_waited_for() -> None:
+    """Results were used on a stream that somebody captures now: the capture goes on, and the call is right."""
+    fast, x = compiled(wave, "cuda"), torch.randn(8, device="cuda")
+    side, other = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.no_grad():
+        for stream in (side, other, side, side):
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    assert_same(fast(x), wave(x))
+        torch.cuda.synchronize()
+        y, answers = torch.zeros(4, device="cuda"), []
+
+        def call() -> None:
+            with torch.no_grad(), torch.cuda.stream(other):
+                answers.append(fast(x))
+
+        g = torch.cuda.CUDAGraph()
+        with graph(g, stream=side, capture_error_mode="thread_local"):
+            y.add_(1)
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+            y.add_(1)
+        g.replay()
+        torch.cuda.synchronize()
+    assert y.tolist() == [2.0] * 4
+    assert_same(answers, [wave(x)])

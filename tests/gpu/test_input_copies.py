@@ -117,3 +117,33 @@ def test_gradients_come_in_any_form() -> None:
             assert_same(
                 torch.autograd.grad(fast(w), w, gradient)[0], torch.autograd.grad(torch.sin(w) * 3, w, gradient)[0]
             )
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*complex:UserWarning")
+def test_two_gradients_that_are_conjugated() -> None:
+    def pair(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return w * 2, w * 3
+
+    with torch.enable_grad():
+        w = torch.randn(64, 3, dtype=torch.complex64, device="cuda", requires_grad=True)
+        fast = compiled(pair, "cuda")
+        for number in range(8):
+            gradients = [torch.randn(64, 3, dtype=torch.complex64, device="cuda") for _ in range(2)]
+            if number >= 4:
+                gradients = [gradient.conj() for gradient in gradients]
+            got, expected = (torch.autograd.grad(function(w), w, gradients)[0] for function in (fast, pair))
+            assert_same(got, expected)
+
+
+def test_two_gradients_that_are_negated_lazily() -> None:
+    def pair(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.sin(w) * 2, torch.sin(w) * 3
+
+    with torch.enable_grad():
+        w = torch.randn(64, 3, device="cuda", requires_grad=True)
+        fast = compiled(pair, "cuda")
+        gradients = [torch.randn(64, 3, device="cuda") for _ in range(2)]
+        for number in range(8):
+            given = [torch._neg_view(gradient) if number % 2 else gradient for gradient in gradients]
+            got, expected = (torch.autograd.grad(function(w), w, given)[0] for function in (fast, pair))
+            assert_same(got, expected)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
-from helpers.backend_calls import assert_captured, assert_same, compiled, inputs_of, kept
+from helpers.backend_calls import assert_captured, assert_same, compiled, inputs_of, kept, parts
 from torch import Tensor
 
 from graphcap_backend import report
@@ -128,3 +129,37 @@ def check_training_through_a_chain(device: str) -> None:
     for x in inputs_of(device, 8, 3, calls=8):
         got = torch.autograd.grad(other(one(x, w), w).square().sum(), w)
         assert_same(got, torch.autograd.grad(tail(tail(x, w), w).square().sum(), w), rtol=1e-4, atol=1e-4)
+
+
+def check_a_reader_that_dies_unreleased(device: str) -> None:
+    """What a graph held of another's outputs counts as held no longer, or a caller's result would be overwritten."""
+
+    def reader(x: Tensor) -> Tensor:
+        return torch.sin(x) + x.flip(0)
+
+    one, other = compiled(first, device), compiled(reader, device)
+    with torch.no_grad():
+        for x in inputs_of(device, 8, 3, calls=6):
+            assert_same(other(one(x)), reader(first(x)))
+        assert True in reading_in_place(other)
+        regions = len(list(Region.all_live))
+        torch._dynamo.eval_frame.remove_from_cache(reader)
+        del other
+        gc.collect()
+        assert len(list(Region.all_live)) < regions
+        held = [(one(x), first(x)) for x in inputs_of(device, 8, 3, calls=6)]
+        assert_same(*zip(*held, strict=True))
+
+
+def check_partitions_that_drop_results_need_one_graph_each(device: str) -> None:
+    def mixed(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = (x + 1).relu()
+        z = (y.cpu() * 2).to(x.device).sin() + y
+        return y * 2 + z, y
+
+    fast = compiled(mixed, device, graph_partition=True)
+    with torch.no_grad():
+        for x in inputs_of(device, 64, calls=12):
+            assert_same(fast(x), mixed(x))
+    found = [part for part in parts(fast) if part.state == "captured"]
+    assert [len(part.graphs) for part in found] == [1] * len(found), report(fast)

@@ -271,3 +271,21 @@ def check_a_graph_reset_by_another_thread(device: str) -> None:
         finally:
             done.set()
         resetting.result()
+
+
+def check_a_call_that_waits_for_another_thread(device: str) -> None:
+    """Code that runs uncaptured may wait for a call that another thread makes."""
+    inner = compiled(lambda x: x.sin() + 1, device)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(inner, torch.randn(4, device=device)).result(60)
+
+        def through_a_thread(x: Tensor) -> Tensor:
+            return pool.submit(inner, x.detach().clone()).result(60).detach().clone()
+
+        name = f"graphcap_tests::through_a_thread_{device}"
+        operator = torch.library.custom_op(name, through_a_thread, mutates_args=())
+        operator.register_fake(torch.empty_like)
+        outer = compiled(lambda x: operator(x.cos()) * 2, device)
+        x = torch.randn(4, device=device)
+        with torch.no_grad():
+            assert_same(outer(x), (x.cos().sin() + 1) * 2)
