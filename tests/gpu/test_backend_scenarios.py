@@ -315,3 +315,43 @@ def test_a_stream_that_is_captured_is_not_waited_for() -> None:
         torch.cuda.synchronize()
     assert y.tolist() == [2.0] * 4
     assert_same(answers, [wave(x)])
+
+
+@torch.library.custom_op("graphcap_tests::scaled_by_its_sum", mutates_args=())
+def scaled_by_its_sum(x: Tensor) -> Tensor:
+    """Waits for the GPU, where nobody sees it until it is captured."""
+    return x * float(x.sum())
+
+
+scaled_by_its_sum.register_fake(torch.empty_like)
+
+
+def test_captures_that_fail_keep_no_memory() -> None:
+    def call_and_drop(number: int) -> None:
+        def function(x: Tensor) -> Tensor:
+            return scaled_by_its_sum(torch.sin(x) + number) * 2
+
+        fast = compiled(function, "cuda")
+        for x in inputs_of("cuda", 1 << 20, calls=4):
+            assert_same(fast(x), function(x), rtol=1e-3, atol=1e-2)
+        (part,) = parts(fast)
+        assert (part.state, [reason.kind for reason in part.reasons]) == ("refused", ["capture_failed"])
+
+    def reserved() -> int:
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    with torch.no_grad():
+        for number in range(2):
+            call_and_drop(number)
+        before = reserved()
+        for number in range(20):
+            call_and_drop(2 + number)
+        assert reserved() <= before
+        fast = compiled(wave, "cuda")
+        for x in inputs_of("cuda", 8, calls=4):
+            assert_same(fast(x), wave(x))
+        assert_captured(fast)
