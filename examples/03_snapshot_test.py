@@ -3,6 +3,8 @@
 The concept: ``NodeList.render()`` holds no address, id or path, so the text of a capture can be
 compared in a test, on a machine without a GPU too. ``expecttest`` keeps the text in the test itself
 and rewrites it when run with EXPECTTEST_ACCEPT=1; ``diff`` says which nodes came, went or changed.
+
+Needs ``pip install expecttest``, which graphcap itself does not.
 """
 
 from __future__ import annotations

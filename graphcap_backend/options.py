@@ -12,7 +12,7 @@ OnSkip = Literal["ignore", "warn", "error"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphcapOptions:
-    """Options of ``torch.compile(model, backend="graphcap", options={...})``.
+    """Options of ``torch.compile(model, backend="graphcap", options={...})``; an object of this class may be given too.
 
     Keys of the dict that are not fields here are taken for Inductor's own configuration
     (``torch._inductor.list_options()``); a key that neither knows raises ValueError.
@@ -55,15 +55,15 @@ class GraphcapOptions:
 def _sizes(given: object) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
     """``capture_sizes`` as tuples: sizes, or combinations of sizes."""
     listed = tuple(given) if isinstance(given, Iterable) else (None,)
-    if all(_is_size(one) for one in listed):
+    if all(_is_size(one) for one in listed) and any(listed):  # none or only 0 would capture nothing at all
         return listed
-    if all(isinstance(one, Iterable) for one in listed):
+    if listed and all(isinstance(one, Iterable) for one in listed):
         combinations = tuple(tuple(one) for one in listed)
-        if all(combinations) and all(_is_size(size) for one in combinations for size in one):
+        if all(map(any, combinations)) and all(_is_size(size) for one in combinations for size in one):
             return combinations
     raise ValueError(
         "option capture_sizes must be None, sizes as in (1, 2, 4), or combinations of sizes as in "
-        f"((8, 128), (16, 128)), found {given!r}"
+        f"((8, 128), (16, 128)), above 0, found {given!r}"
     )
 
 
@@ -71,8 +71,19 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def split_options(options: Mapping[str, Any] | None) -> tuple[GraphcapOptions, dict[str, Any]]:
-    """Our options, and what is left for Inductor."""
+def split_options(options: Mapping[str, Any] | GraphcapOptions | None) -> tuple[GraphcapOptions, dict[str, Any]]:
+    """Our options, and what is left for Inductor.
+
+    Raises:
+        ValueError, TypeError: not a dict by name, or an option of ours that is not what it must be.
+    """
+    if isinstance(options, GraphcapOptions):
+        return options, {}
+    if not isinstance(options, Mapping | None):
+        raise TypeError(f"options must be a dict or GraphcapOptions, found {type(options).__name__}")
+    for key in options or ():
+        if not isinstance(key, str):
+            raise TypeError(f"options must be a dict from names of options to values, found the key {key!r}")
     names = {field.name for field in dataclasses.fields(GraphcapOptions)}
     given = dict(options or {})
     ours = {key: value for key, value in given.items() if key in names}

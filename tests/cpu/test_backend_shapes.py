@@ -43,7 +43,12 @@ def test_shapes(scenario: Scenario) -> None:
         ({"capture_sizes": [(8, True)]}, ValueError, "combinations"),
         ({"capture_sizes": [-1]}, ValueError, "combinations"),
         ({"capture_sizes": "48"}, ValueError, "combinations"),
+        ({"capture_sizes": ()}, ValueError, "found ()"),
+        ({"capture_sizes": (0,)}, ValueError, "above 0, found (0,)"),
+        ({"capture_sizes": ((8, 4), (0, 0))}, ValueError, "above 0, found ((8, 4), (0, 0))"),
         ({"host_capture": "yes"}, TypeError, "host_capture"),
+        ({1: 2}, TypeError, "from names of options to values, found the key 1"),
+        (["host_capture"], TypeError, "options must be a dict or GraphcapOptions, found list"),
     ],
 )
 def test_bad_options_name_the_valid_ones(options: dict[str, Any], error: Any, named: str) -> None:
@@ -61,6 +66,23 @@ def test_options_are_a_frozen_dataclass() -> None:
     assert GraphcapOptions(capture_sizes=[[4, 8], [2, 8]]).capture_sizes == ((4, 8), (2, 8))  # type: ignore[arg-type]
     with pytest.raises(AttributeError):
         options.max_graphs = 3  # type: ignore[misc]
+
+
+def test_an_object_of_options_will_do() -> None:
+    fast = torch.compile(lambda x: x.sin() + 1, backend=graphcap, options=GraphcapOptions(host_capture=True))  # type: ignore[call-overload]
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(fast(torch.ones(3)), torch.ones(3).sin() + 1)
+    assert [part.state for part in report(fast).parts] == ["captured"]
+
+
+def test_what_a_mode_stands_for_and_host_capture() -> None:
+    options = {**torch._inductor.list_mode_options("max-autotune"), "host_capture": True}
+    fast = torch.compile(backend_shapes.pooled, backend=graphcap, options=options)
+    with torch.no_grad():
+        for _ in range(2):
+            fast(torch.ones(3, 3))
+    assert [part.state for part in report(fast).parts] == ["captured"]
 
 
 def test_mode_and_inductor_options_reach_inductor() -> None:
