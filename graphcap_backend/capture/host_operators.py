@@ -27,6 +27,8 @@ _UNDECLARED_WRITES = {
     "aten::native_batch_norm": ("running_mean", "running_var"),
     "aten::_batch_norm_impl_index": ("running_mean", "running_var"),
 }
+_RANDOM_STATE = frozenset({"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"})
+_CONTROL_FLOW = frozenset({"cond", "while_loop", "while_loop_stack_output"})
 
 
 class Role(Enum):
@@ -122,6 +124,22 @@ def refuse_uncapturable(
             "a tensor (.item(), bool(), nonzero, boolean masks, unique). A replay runs no "
             "Python; use torch.where or a fixed size, or keep it out of the capture"
         )
+
+
+def higher_order_refusal(name: str) -> str:
+    """Why the higher-order operator ``name``, which reached a capture as such, is not captured, and what to do."""
+    refused = f"the higher-order operator {name} cannot be captured into a HostGraph, whose replays run no Python"
+    if name in _RANDOM_STATE:
+        return (
+            f"{refused}: it saves or restores the random state, so that torch.utils.checkpoint draws dropout's numbers "
+            "again. Nothing can be done on the CPU: compiled code runs uncaptured; with dropout at 0 it is captured"
+        )
+    if name in _CONTROL_FLOW:
+        return (
+            f"{refused}: which way it goes depends on values, compiled or not. Use torch.where, a fixed number of "
+            "steps, or keep it out of the capture"
+        )
+    return f"{refused}. Call it in a compiled function (flex_attention is kernels there), or keep it out of the capture"
 
 
 def refuse_other_memory(func: OpOverload, tensors: Sequence[Tensor]) -> None:

@@ -22,6 +22,7 @@ from graphcap_backend.capture.host_memory import (
 )
 from graphcap_backend.capture.host_operators import (
     Role,
+    higher_order_refusal,
     refuse_other_memory,
     refuse_uncapturable,
     role_of,
@@ -104,10 +105,7 @@ class HostRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(func, OpOverload):
-            raise CaptureError(
-                f"the higher-order operator {func} (control flow, flex_attention) cannot be "
-                "captured into a HostGraph outside compiled code; keep it out of the capture"
-            )
+            raise CaptureError(higher_order_refusal(str(func)))
         role = role_of(func)
         if role is Role.COMPOSITE:
             with self:
