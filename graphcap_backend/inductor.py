@@ -354,9 +354,14 @@ def _split_scope_frame(stack: str) -> tuple[dict[str, Any], str]:
     if start < 0:
         return {}, stack
     end = stack.index(">", start)
-    origin = json.loads(bytes.fromhex(stack[start + len(SCOPE_FRAME) : end]).decode())
     rest = stack[stack.index("\n", end) + 1 :]
-    return origin, rest.removeprefix("    pass\n")
+    return read_scope_frame(stack[start : end + 1]), rest.removeprefix("    pass\n")
+
+
+def read_scope_frame(file: str) -> dict[str, Any]:
+    """What the pseudo frame with this file name carries: "module", a path, and "scope", an annotation, if known."""
+    origin: dict[str, Any] = json.loads(bytes.fromhex(file[len(SCOPE_FRAME) : -1]).decode())
+    return origin
 
 
 def _partitions(graph: Any) -> Sequence[Any]:

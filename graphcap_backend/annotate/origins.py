@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from graphcap_backend.annotate.process import PROCESS
 from graphcap_backend.annotate.scopes import FORWARD_ONLY, merge_annotations
+from graphcap_backend.inductor import SCOPE_FRAME, read_scope_frame
 
 Frame = tuple[str, int, str]
 """File, line, function."""
@@ -86,11 +87,10 @@ def register_wrapper(
     by_line: dict[int, KernelOrigin] = {}
     for handles, lines in _call_sites(source_code):
         scopes = [scope for name in handles for scope in annotations.get(name, ()) if scope]
-        origin = KernelOrigin(
+        origin = _origin(
             chains=_chains(text for name in handles for text in stack_traces.get(name, ())),
             modules=_unique(path for name in handles for path in modules.get(name, ())),
-            annotation=_fused_annotation(scopes),
-            backward_annotation=_fused_annotation([scope for scope in scopes if not scope.get(FORWARD_ONLY)]),
+            scopes=scopes,
         )
         by_line.update(dict.fromkeys(lines, origin))
     origins = WrapperOrigins(path, by_line)
@@ -109,6 +109,31 @@ def known_wrappers() -> dict[str, WrapperOrigins]:
 def parse_stack(text: str) -> tuple[Frame, ...]:
     """Frames of a stack as Python formats one, innermost first."""
     return tuple((file, int(line), function) for file, line, function in reversed(_FRAME.findall(text)))
+
+
+def mapped_origin(frames: Sequence[Frame]) -> KernelOrigin:
+    """The origin of a call without a handle, from the frames that Inductor's line map has for its line.
+
+    Among them is the pseudo frame that carries module and scope, which is no part of the chain.
+    """
+    chain = tuple(frame for frame in frames if not frame[0].startswith(SCOPE_FRAME))
+    carried = [read_scope_frame(file) for file, _, _ in frames if file.startswith(SCOPE_FRAME)]
+    return _origin(
+        chains=(chain,) if chain else (),
+        modules=_unique(origin["module"] for origin in carried if "module" in origin),
+        scopes=[origin["scope"] for origin in carried if "scope" in origin],
+    )
+
+
+def _origin(
+    *, chains: tuple[tuple[Frame, ...], ...], modules: tuple[str, ...], scopes: Sequence[Mapping[str, Any]]
+) -> KernelOrigin:
+    return KernelOrigin(
+        chains=chains,
+        modules=modules,
+        annotation=_fused_annotation(scopes),
+        backward_annotation=_fused_annotation([scope for scope in scopes if not scope.get(FORWARD_ONLY)]),
+    )
 
 
 def _call_sites(source_code: str) -> Iterator[tuple[list[str], range]]:

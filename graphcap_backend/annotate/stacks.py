@@ -22,6 +22,7 @@ from graphcap_backend.annotate.origins import (
     KernelOrigin,
     WrapperOrigins,
     known_wrappers,
+    mapped_origin,
     parse_stack,
 )
 from graphcap_backend.annotate.process import PROCESS
@@ -54,7 +55,7 @@ class Provenance:
         return None if wrapper is None else wrapper.at(line)
 
     def mapped(self, file: str, line: int) -> tuple[Frame, ...]:
-        """The model's frames behind the line by Inductor's line map, innermost first."""
+        """The frames that Inductor's line map has for the line, innermost first; see ``mapped_origin``."""
         lines, stacks = self.line_maps.get(file) or ((), ())
         text = None
         for first, stack in zip(lines, stacks, strict=True):
@@ -178,11 +179,12 @@ def describe(frames: Sequence[Frame], provenance: Provenance, filter_: StackFilt
         mapped = provenance.mapped(file, line)
         if tuple(frames[at : at + len(mapped)]) == mapped:
             at += len(mapped)  # the symbolizer put them there
-        found = provenance.origin(file, line) or KernelOrigin(chains=(mapped,) if mapped else ())
-        chains = found.chains or ((mapped,) if mapped else ())
-        if chains:
+        by_map = mapped_origin(mapped)
+        found = provenance.origin(file, line) or by_map
+        if chains := found.chains or by_map.chains:
             kept.extend(_joined(chains, filter_))
             region = chains[0][-1][0], chains[0][-1][2]
+        if chains or mapped or found.modules or found.annotation:
             origin = origin or found
     lines = tuple(_text(frame) for frame in kept)
     if origin is None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +216,48 @@ def test_cached_compiles_keep_scopes_and_lines(tmp_path: Path) -> None:
     assert "'name': 'a'" in printed[0][0]
     assert printed[0][-1] == "hits 0"
     assert printed[1][-1] != "hits 0"
+
+
+class Histogram(torch.nn.Module):
+    """Inductor leaves its sum to ``aten.scatter_reduce_``, and writes no handle beside that call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with mark_kernels("binned"):
+            return torch.zeros(4).scatter_add(0, torch.arange(16) % 4, x)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """With one thread Inductor makes kernels of such sums."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_call_without_a_handle_keeps_line_module_and_scope() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Flatten(0), Histogram())
+    compiled = torch.compile(model, backend="graphcap", options={"host_capture": True})
+    with torch.no_grad():
+        for _ in range(2):
+            compiled(torch.ones(1, 16))
+    (node,) = (node for node in capture_nodes(report(compiled).graphs[0]) if "aten.scatter" in node.name)
+    line = Histogram.forward.__code__.co_firstlineno + 2
+    assert node.sources == (f"{__file__}:{line}:forward",)
+    assert node.modules == ("2",)
+    assert node.annotation == {"name": "binned"}
+    assert (node.stack or "").splitlines()[0] == f"{__file__}:{line}:forward"
+    assert "graphcap " not in (node.stack or "")
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_call_without_a_handle_of_a_module_of_torch_s_own_has_no_line_but_its_module() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 5, 3, padding=1), torch.nn.MaxPool2d(2))
+    compiled = torch.compile(model, backend="graphcap", options={"host_capture": True})
+    for _ in range(3):
+        compiled(torch.ones(2, 3, 16, 16)).sum().backward()
+    nodes = [node for graph in report(compiled).graphs for node in capture_nodes(graph)]
+    (node,) = (node for node in nodes if "aten.scatter" in node.name)
+    assert (node.sources, node.modules) == ((), ("1",))
+    assert all("graphcap " not in text for each in nodes for text in (*each.sources, each.stack or ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from helpers.launch_log import leaf, recorded
 import graphcap_backend
 from graphcap_backend.annotate.config import AnnotationConfig
 from graphcap_backend.annotate.origins import KernelOrigin, WrapperOrigins
+from graphcap_backend.annotate.scopes import FORWARD_ONLY
 from graphcap_backend.annotate.stacks import Provenance, StackFilter, describe
+from graphcap_backend.inductor import SCOPE_FRAME
 
 ROOT = str(Path(graphcap_backend.__file__).parent)
 NOTHING = Provenance(wrappers={}, line_maps={})
@@ -179,6 +182,38 @@ def test_without_origins_inductor_s_line_map_stands_in() -> None:
     launch = through(None, line_map=[(1, 6, 8), (None, text, None)])
     assert launch.stack == "/app/model.py:5:block\n/app/model.py:20:forward\n/app/train.py:9:main"
     assert launch.sources == ("/app/model.py:5:block",)
+
+
+def pseudo_frame(carried: dict[str, Any]) -> str:
+    return f"{SCOPE_FRAME}{json.dumps(carried).encode().hex()}>"
+
+
+def test_module_and_scope_ride_through_the_line_map_in_no_frame() -> None:
+    file = pseudo_frame({"module": "0.norm", "scope": {"name": "s"}})
+    text = f'  File "{file}", line 1, in scope\n    pass\n  File "/app/model.py", line 5, in block\n    y\n'
+    launch = through(None, line_map=[(1,), (text,)])
+    assert launch.stack == "/app/model.py:5:block\n/app/model.py:18:forward\n/app/train.py:9:main"
+    assert (launch.sources, launch.modules) == (("/app/model.py:5:block",), ("0.norm",))
+    assert launch.annotation == launch.backward_annotation == {"name": "s"}
+
+
+def test_a_module_of_torch_s_own_has_no_line_of_the_model_s() -> None:
+    file = pseudo_frame({"module": "1", "scope": {"name": "s", FORWARD_ONLY: True}})
+    text = f'  File "{file}", line 1, in scope\n    pass\n'
+    launch = through(None, line_map=[(1,), (text,)])
+    assert launch.stack == "/app/model.py:18:forward\n/app/train.py:9:main"
+    assert (launch.sources, launch.modules, launch.is_compiled) == ((), ("1",), True)
+    assert (launch.annotation, launch.backward_annotation) == ({"name": "s"}, None)
+
+
+def test_what_rides_through_the_line_map_is_no_line_also_where_the_symbolizer_put_it_and_nothing_is_filtered() -> None:
+    file = pseudo_frame({"module": "1"})
+    text = f'  File "{file}", line 1, in scope\n    pass\n  File "/app/model.py", line 20, in forward\n    y\n'
+    provenance = Provenance(wrappers={}, line_maps={WRAPPER: [(1,), (text,)]})
+    frames = [(WRAPPER, 7, "call"), LOOP, (file, 1, "scope"), ("/app/model.py", 18, "forward"), USER]
+    launch = describe(frames, provenance, StackFilter([], provenance), StackFilter(None, provenance))
+    # The rewritten function's frame is left out: the line map has its line.
+    assert launch.stack == f"{WRAPPER}:7:call\n/app/model.py:20:forward\n/app/train.py:9:main"
 
 
 def test_origins_outrank_the_line_map() -> None:
