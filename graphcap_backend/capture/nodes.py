@@ -153,10 +153,17 @@ class NodeList(Sequence[Node]):
 
         Nodes are matched by alignment, so one node more or less does not touch the others. What
         is compared is what ``render`` would show with the same options.
+
+        Raises:
+            TypeError: ``other`` is no NodeList, or an option is not known.
         """
         from graphcap_backend.capture.diff import diff
         from graphcap_backend.capture.render import Detail
 
+        if not isinstance(other, NodeList):
+            raise TypeError(
+                f"diff() compares with another NodeList, as capture_nodes(g) gives it, found {type(other).__name__}"
+            )
         return diff(self, other, Detail.of(detail, options))
 
     def to_dot(self, detail: Detail | None = None, **options: Any) -> str:

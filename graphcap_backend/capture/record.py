@@ -224,6 +224,11 @@ def capture_nodes(g: Any) -> NodeList:
         GraphcapError: ``g`` holds no capture that graphcap took, or cuda-bindings is missing.
     """
     captured = captured_graph(g)
+    if captured is None and not hasattr(g, "capture_begin"):
+        raise GraphcapError(
+            f"capture_nodes() takes one captured graph, found {type(g).__name__}; those of a compiled function are "
+            "report(compiled).graphs"
+        )
     if captured is None:
         raise GraphcapError(
             f"capture_nodes() needs a graph captured by graphcap_backend.graph or by the graphcap backend; this "

@@ -48,7 +48,7 @@ def write_flame_graph(
         raise ValueError(f"weight must be 'time' or 'nodes', found {weight!r}")
     if format not in (None, "speedscope", "collapsed"):
         raise ValueError(f"format must be 'speedscope' or 'collapsed', found {format!r}")
-    capture = snapshot(source)
+    capture = snapshot(source, "write_flame_graph(path, source)")
     if weight is None:
         weight = "time" if capture.profile is not None else "nodes"
     plain = os.fspath(path).removesuffix(".gz")

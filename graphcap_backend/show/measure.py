@@ -10,17 +10,18 @@ from graphcap_backend.annotate.profile import Activity, join
 from graphcap_backend.annotate.shape import exec_ids
 from graphcap_backend.capture.host import HostGraph
 from graphcap_backend.capture.nodes import Node, NodeList
-from graphcap_backend.capture.record import captured_graph
+from graphcap_backend.capture.record import capture_nodes, captured_graph
 from graphcap_backend.errors import GraphcapError
-from graphcap_backend.report import report
+from graphcap_backend.report import Report, report
 from graphcap_backend.show.profile import NodeTime, OutsideTime, Profile
-from graphcap_backend.show.saved import SavedCapture, snapshot
+from graphcap_backend.show.saved import SavedCapture, report_of, snapshot
 
 if TYPE_CHECKING:
     from graphcap_backend.annotate.activities import ActivityRecords
 
 _WARM_UP_CALLS = 3
 _ATTEMPTS = 3
+_CALL = "profile_replays(compiled_or_graph, ...)"
 
 
 def profile_replays(
@@ -47,29 +48,43 @@ def profile_replays(
 
     Raises:
         ValueError, TypeError: an argument is not what it must be.
-        GraphcapError: nothing is captured, or every call captures something new.
+        GraphcapError: nothing is captured, the calls replay none of it, or every call captures something new.
         CuptiBusyError: somebody else holds CUPTI: torch.profiler after its first profile, Nsight.
         CuptiMissingError: libcupti or cupti-python is not there.
         CuptiError: CUPTI dropped records, so that times would be wrong; or another call into it failed.
     """
     if not isinstance(num_replays, int) or isinstance(num_replays, bool) or num_replays < 1:
         raise ValueError(f"num_replays must be an int of at least 1, found {num_replays!r}")
+    _check(compiled_or_graph)
     step = _step(compiled_or_graph, args, kwargs, run)
     for _ in range(_WARM_UP_CALLS):
         step()
     for _ in range(_ATTEMPTS):
         graphs = _graphs(compiled_or_graph)
-        capture = snapshot(compiled_or_graph)  # reads ids and nodes: before activity records are on
+        capture = snapshot(compiled_or_graph, _CALL)  # reads ids and nodes: before activity records are on
         measured = _Measured(graphs, capture)
         with measured.recorded():
             for _ in range(num_replays):
                 step()
         if [id(graph) for graph in _graphs(compiled_or_graph)] == [id(graph) for graph in graphs]:
-            return measured.profile(num_replays)
+            return _told(measured.profile(num_replays))
     raise GraphcapError(
         f"each of {_ATTEMPTS} x {num_replays} calls captured something new, so there is no steady state to measure. "
         "report(compiled) says what; pass inputs of one shape"
     )
+
+
+def _check(target: Any) -> None:
+    """Raise for what has no replays, before anything is called."""
+    if isinstance(target, Report):
+        raise ValueError(
+            "a Report cannot be called: give profile_replays() the compiled function, or one of its graphs"
+        )
+    if captured_graph(target) is not None:
+        return
+    if hasattr(target, "capture_begin"):
+        capture_nodes(target)  # raises, saying what such a graph is expected to be
+    report_of(target, _CALL)
 
 
 def _step(target: Any, args: Any, kwargs: Any, run: Callable[[], object] | None) -> Callable[[], object]:
@@ -82,8 +97,6 @@ def _step(target: Any, args: Any, kwargs: Any, run: Callable[[], object] | None)
             raise TypeError("a graph replays without arguments; they are for a compiled function")
         replay: Callable[[], object] = target.replay
         return replay
-    if hasattr(target, "capture_begin") or not callable(target):
-        snapshot(target)  # raises, saying what was expected
     return lambda: target(*args, **kwargs)
 
 
@@ -95,6 +108,16 @@ def _graphs(target: Any) -> list[Any]:
             f"{report(target)}"
         )
     return graphs
+
+
+def _told(profile: Profile) -> Profile:
+    if profile.capture.num_nodes and not profile.times and not profile.outside:
+        raise GraphcapError(
+            f"{profile.num_calls} calls replayed none of the {len(profile.capture.graphs)} captured graphs: "
+            "nothing to show. run() must call the compiled function, with inputs that are captured; report(compiled) "
+            "lists calls that ran uncaptured"
+        )
+    return profile
 
 
 class _Measured:

@@ -33,7 +33,7 @@ def write_page(source: Any, path: str | os.PathLike[str], profile: Profile | Non
     """
     if profile is not None and not isinstance(profile, Profile):
         raise ValueError(f"profile must be what profile_replays() gave, found {type(profile).__name__}")
-    html = page_html(snapshot(source if profile is None else profile))
+    html = page_html(snapshot(source if profile is None else profile, "write_page(source, path)"))
     with written_whole(path) as file:
         file.write(html)
 

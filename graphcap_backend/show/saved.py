@@ -93,7 +93,7 @@ def save_capture(path: str | os.PathLike[str], compiled_or_graph: Any) -> SavedC
     """
     from graphcap_backend.show.saved_json import to_json
 
-    capture = snapshot(compiled_or_graph)
+    capture = snapshot(compiled_or_graph, "save_capture(path, compiled_or_graph)")
     with written_whole(path) as file:
         to_json(capture, file)
     return capture
@@ -111,8 +111,8 @@ def load_capture(path: str | os.PathLike[str]) -> SavedCapture:
     return from_json(path)
 
 
-def snapshot(compiled_or_graph: Any) -> SavedCapture:
-    """All that is known now, as data. Arguments and errors as for :func:`save_capture`."""
+def snapshot(compiled_or_graph: Any, call: str) -> SavedCapture:
+    """All that is known now, as data. Arguments and errors as for :func:`save_capture`; errors name ``call``."""
     from graphcap_backend.capture.record import capture_nodes, captured_graph
 
     if isinstance(compiled_or_graph, SavedCapture):
@@ -124,7 +124,13 @@ def snapshot(compiled_or_graph: Any) -> SavedCapture:
         return _with_sources([_saved_graph(captured, "graph")], ())
     if hasattr(compiled_or_graph, "capture_begin"):
         capture_nodes(compiled_or_graph)  # raises, saying what such a graph is expected to be
-    rows = (compiled_or_graph if isinstance(compiled_or_graph, Report) else report(compiled_or_graph)).parts
+    if isinstance(compiled_or_graph, (str, os.PathLike)):
+        raise ValueError(
+            f"expected {call}, found the path {os.fspath(compiled_or_graph)!r} in place of what was captured; "
+            "load_capture(path) gives what a file holds"
+        )
+    found = compiled_or_graph if isinstance(compiled_or_graph, Report) else report_of(compiled_or_graph, call)
+    rows = found.parts
     _learn_ids(captured_graph(graph) for row in rows for graph in row.graphs)
     graphs: list[SavedGraph] = []
     parts = []
@@ -137,6 +143,20 @@ def snapshot(compiled_or_graph: Any) -> SavedCapture:
                 graphs.append(_saved_graph(captured, name))
         parts.append(_saved_part(row, range(first, len(graphs))))
     return _with_sources(graphs, parts)
+
+
+def report_of(compiled: Any, call: str) -> Report:
+    """``report(compiled)``, for a function that is called as ``call``.
+
+    Raises:
+        ValueError: ``compiled`` is nothing that the graphcap backend compiled; the message names ``call``.
+    """
+    try:
+        return report(compiled)
+    except ValueError:
+        raise ValueError(
+            f"{call} takes what torch.compile(..., backend='graphcap') returned, found {type(compiled).__name__}"
+        ) from None
 
 
 def saved_graphs_of_this_process() -> list[SavedGraph]:

@@ -36,7 +36,7 @@ def annotate_trace(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, 
     elif isinstance(capture, (str, os.PathLike)):
         graphs = list(load_capture(capture).graphs)
     else:
-        graphs = list(snapshot(capture).graphs)
+        graphs = list(snapshot(capture, "annotate_trace(src, dst, capture=...)").graphs)
     return label_trace(
         src, dst, [TraceGraph(name=graph.name, exec_id=graph.exec_graph_id, nodes=graph.nodes) for graph in graphs]
     )

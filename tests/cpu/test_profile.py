@@ -150,8 +150,24 @@ def test_what_cannot_be_measured() -> None:
         profile_replays(g, 1, run=print)
     with pytest.raises(GraphcapError, match="needs a graph captured"):
         profile_replays(HostGraph())
-    with pytest.raises(ValueError, match=r"torch\.compile"):
-        profile_replays(torch.sin, torch.ones(1))
+    called = []
+    with pytest.raises(
+        ValueError, match=r"^profile_replays\(.*\) takes what torch\.compile\(.*, found builtin_function_or_method"
+    ):
+        profile_replays(called.append, torch.ones(1))
+    assert not called
+    compiled = torch.compile(lambda x: x + 1, backend="graphcap")
+    with pytest.raises(ValueError, match=r"a Report cannot be called: .* the compiled function"):
+        profile_replays(report(compiled))
+
+
+def test_calls_that_replay_nothing_are_no_profile() -> None:
+    compiled = torch.compile(lambda x: x.sin() + 1, backend="graphcap", options={"host_capture": True})
+    with torch.no_grad():
+        for _ in range(2):
+            compiled(torch.ones(3))
+        with pytest.raises(GraphcapError, match="20 calls replayed none of the 1 captured graphs"):
+            profile_replays(compiled, run=lambda: None)
 
 
 def test_nothing_captured_says_why() -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,10 @@ from graphcap_backend import (
     graph,
     load_capture,
     mark_kernels,
+    report,
     save_capture,
+    write_flame_graph,
+    write_page,
 )
 from graphcap_backend.capture.nodes import Conditional, Memcpy, Memset
 from graphcap_backend.show.saved import SavedPart
@@ -202,5 +206,26 @@ def test_a_failing_save_leaves_the_old_file(tmp_path: Path) -> None:
 def test_what_can_be_saved() -> None:
     with pytest.raises(GraphcapError, match="needs a graph captured"):
         save_capture("unused.json", HostGraph())
-    with pytest.raises(ValueError, match=r"torch\.compile"):
+    with pytest.raises(ValueError, match=r"^save_capture\(.*\) takes what torch\.compile\(.*, found builtin_function"):
         save_capture("unused.json", len)
+
+
+@pytest.mark.parametrize("write", [save_capture, write_flame_graph, lambda path, source: write_page(source, path)])
+def test_arguments_in_the_wrong_order(write: Any, tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    with pytest.raises(
+        ValueError, match=r"^expected (save_c|write_[pf])\w+\(.*, found the path '/.*c\.json' in place of"
+    ):
+        write(saved(layers(2)), file)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_than_a_captured_graph_has_no_nodes() -> None:
+    compiled = torch.compile(lambda x: x + 1, backend="graphcap")
+    for given, kind in ((compiled, "function"), (report(compiled), "Report"), ([HostGraph()], "list")):
+        with pytest.raises(
+            GraphcapError, match=rf"takes one captured graph, found {kind}; .*report\(compiled\)\.graphs"
+        ):
+            capture_nodes(given)
+    with pytest.raises(TypeError, match=r"another NodeList, .* found str"):
+        layers(2).diff("x")  # type: ignore[arg-type]
