@@ -71,7 +71,7 @@ class Report:
 
     def __str__(self) -> str:
         if not self.parts:
-            return "graphcap: nothing compiled yet (call the function once)"
+            return "graphcap: nothing compiled: not called yet, or Dynamo compiled none of it; fullgraph=True says why"
         return "\n".join(line for part in self.parts for line in _lines(part))
 
 

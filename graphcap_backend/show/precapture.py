@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from graphcap_backend.report import Report, report
+from graphcap_backend.show.saved import report_of
 
 logger = logging.getLogger("graphcap_backend")
 
@@ -34,7 +36,7 @@ def precapture(
 
     Each entry is called three times, results dropped but for the last: real calls, with all their side effects,
     in the gradient mode of the caller. An interrupt (or an error of the function) ends the run and leaves the
-    function working, with what was captured so far.
+    function working, with what was captured so far. Warns when the function has no captured graph afterwards.
 
     Args:
         compiled: a function or module compiled with the graphcap backend.
@@ -44,11 +46,13 @@ def precapture(
 
     Raises:
         ValueError: ``compiled`` was not compiled with this backend.
+        TypeError: ``inputs`` is no list.
         Exception: whatever a call raises.
     """
     from tqdm import tqdm
 
-    report(compiled)  # ValueError before any call
+    report_of(compiled, "precapture(compiled, inputs)")  # ValueError before any call
+    _check_inputs(inputs)
     done = []
     bar = tqdm(inputs, desc="capturing", unit="shape", disable=None if progress is None else not progress)
     with bar:
@@ -60,7 +64,20 @@ def precapture(
             logger.info("captured %s: %d graphs, %.2f s, pool %s", shape, row.num_graphs, row.seconds,
                         _bytes(row.pool_bytes))  # fmt: skip
             done.append(row)
+    if done and not (found := report(compiled)).graphs:
+        warnings.warn(f"precapture captured no graph; the report says why:\n{found}", stacklevel=2)
     return tuple(done)
+
+
+def _check_inputs(inputs: object) -> None:
+    from torch import Tensor
+
+    # A tensor or a text has rows or letters, and a dict has keys: none is an input of its own.
+    if isinstance(inputs, (Tensor, str, Mapping)) or not isinstance(inputs, Iterable):
+        raise TypeError(
+            "inputs must be a list of inputs, each a tuple of positional arguments, a dict of keyword arguments or the "
+            f"only argument itself, found {type(inputs).__name__}; for one input pass [x]"
+        )
 
 
 def _capture(compiled: Callable[..., Any], entry: Any, shape: str) -> Precaptured:

@@ -84,8 +84,40 @@ def test_an_interrupt_leaves_a_working_function() -> None:
 
 
 def test_wrong_function() -> None:
-    with pytest.raises(ValueError, match=r"torch\.compile"):
+    with pytest.raises(ValueError, match=r"^precapture\(.*\) takes what torch\.compile"):
         precapture(torch.relu, [torch.ones(1)])
+
+
+@pytest.mark.parametrize("inputs", [torch.ones(2, 3), 3, {"x": torch.ones(2)}, "x"])
+def test_inputs_are_a_list(inputs: Any) -> None:
+    called = []
+    compiled = _compiled(lambda x: called.append(x))
+    with pytest.raises(
+        TypeError, match=rf"^inputs must be a list of inputs, .* found {type(inputs).__name__}; .*\[x\]"
+    ):
+        precapture(compiled, inputs)
+    assert not called
+
+
+class _Recurrent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = torch.nn.LSTM(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.cells(x)
+
+
+def test_code_that_dynamo_leaves_alone_is_no_silence() -> None:
+    torch._dynamo.reset()
+    compiled = _compiled(_Recurrent())
+    with pytest.warns(UserWarning, match="precapture captured no graph; (.|\n)*Dynamo compiled none of it"):
+        (row,) = precapture(compiled, [torch.ones(2, 3, 4)], progress=False)
+    assert row.num_graphs == 0
+    with torch._dynamo.config.patch(allow_rnn=True), torch.no_grad():
+        torch._dynamo.reset()
+        (row,) = precapture(_compiled(_Recurrent()), [torch.ones(2, 3, 4)], progress=False)
+    assert row.num_graphs > 0
 
 
 _TRACED = """
