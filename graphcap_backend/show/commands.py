@@ -11,7 +11,7 @@ from typing import Any
 
 from graphcap_backend.annotate.profile import scope_names
 from graphcap_backend.errors import CuptiError, CuptiMissingError, GraphcapError
-from graphcap_backend.show.profile import NO_LINE, NO_SCOPE, Profile, nodes_by, share_lines
+from graphcap_backend.show.profile import NO_LINE, NO_MODULE, NO_SCOPE, Profile, module_lines, nodes_by, share_lines
 from graphcap_backend.show.saved import SavedCapture, SavedGraph, SavedPart, split_frame
 
 _SHOWN = 10
@@ -56,6 +56,8 @@ def report_text(capture: SavedCapture) -> Iterator[str]:
     lines = nodes_by(capture, lambda node: node.sources, NO_LINE)
     yield f"{capture.num_nodes} nodes by source line (no times were saved; save what profile_replays() gives):"
     yield from _with_text(share_lines(lines[:_SHOWN], capture.num_nodes), [line.label for line in lines], capture)
+    modules = nodes_by(capture, lambda node: node.modules, NO_MODULE)
+    yield from module_lines(lines, modules, capture.num_nodes)
     scopes = nodes_by(capture, lambda node: scope_names(node.annotation), NO_SCOPE)
     if [scope.label for scope in scopes] != [NO_SCOPE]:
         yield "by scope:"
@@ -68,6 +70,7 @@ def _time_lines(profile: Profile, capture: SavedCapture) -> Iterator[str]:
     total, lines, scopes = profile.nodes_ns, profile.by_line(), profile.by_scope()
     yield "by source line:"
     yield from _with_text(share_lines(lines[:_SHOWN], total), [line.label for line in lines], capture)
+    yield from module_lines(lines, profile.by_module(), total)
     if [scope.label for scope in scopes] != [NO_SCOPE]:
         yield "by scope:"
         yield from share_lines(scopes[:_SHOWN], total)

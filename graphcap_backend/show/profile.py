@@ -44,7 +44,7 @@ class OutsideTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Where the time of replays went. ``str()`` gives the heaviest source lines.
+    """Where the time of replays went. ``str()`` gives the heaviest source lines, and modules where most has no line.
 
     Times are nanoseconds, over all ``num_calls`` together. Each ``by_...`` shares the time of all nodes out
     without counting any twice: its weights sum up to ``nodes_ns``. A kernel fused from several lines (scopes,
@@ -96,7 +96,9 @@ class Profile:
         where = "on the GPU" if self.clock == "cuda" else "of launches on the CPU"
         per_call = self.nodes_ns / self.num_calls / 1000
         lines = [f"{per_call:.1f} us {where} a call, over {self.num_calls} calls; by source line:"]
-        lines += share_lines(self.by_line()[:_SHOWN], self.nodes_ns)
+        by_line = self.by_line()
+        lines += share_lines(by_line[:_SHOWN], self.nodes_ns)
+        lines += module_lines(by_line, self.by_module(), self.nodes_ns)
         if self.outside:
             outside = (self.total_ns - self.nodes_ns) / self.num_calls / 1000
             lines.append(f"{outside:.1f} us a call outside of the graphs (input copies, code that is not captured)")
@@ -111,6 +113,17 @@ def share_lines(shares: Sequence[Share], total: int) -> list[str]:
         shared = f"{100 * share.shared / share.weight:3.0f}% of it shared" if share.shared else ""
         rows.append(f"{percent:6.1f}%  {shared:18}  {share.num_nodes:4d} nodes  {share.label}")
     return rows
+
+
+def module_lines(by_line: Sequence[Share], by_module: Sequence[Share], total: int) -> list[str]:
+    """The heaviest modules as rows below a heading; none where lines tell more, or no module is known."""
+    without_line = sum(share.weight for share in by_line if share.label == NO_LINE)
+    if 2 * without_line <= total or all(share.label == NO_MODULE for share in by_module):
+        return []
+    return [
+        "by module (most has no source line: the lines are torch's own, as in a bare nn.Sequential):",
+        *share_lines(by_module[:_SHOWN], total),
+    ]
 
 
 def nodes_by(capture: SavedCapture, labels: Callable[[Node], Sequence[str]], unlabelled: str) -> tuple[Share, ...]:

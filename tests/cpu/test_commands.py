@@ -71,6 +71,20 @@ def test_report_with_times(file: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert "0.2 us a call outside of the graphs" in out
 
 
+@pytest.mark.parametrize("timed", [True, False])
+def test_report_shows_modules_where_most_has_no_line(
+    timed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = NodeList([replace(node, sources=()) for node in model_nodes()])
+    path = str(tmp_path / "c.json")
+    save_capture(path, profiled(nodes, [300, 101, 7]) if timed else saved(nodes))
+    assert main(["report", path]) == 0
+    rows = capsys.readouterr().out.partition("by module (most has no source line")[2].splitlines()[1:4]
+    expected = [("86.0%", "up"), ("12.3%", "down")] if timed else [("66.7%", "up"), ("33.3%", "(no module)")]
+    found = [(row.split()[0], row.split("nodes  ")[1]) for row in rows]
+    assert set(expected) <= set(found)
+
+
 def test_report_without_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reason = SkipReason(kind=SkipKind.CPU, detail="runs on the CPU", where="m.py:1:f", advice="Try host_capture")
     part = SavedPart(

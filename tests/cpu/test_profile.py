@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.saved_captures import model_nodes, profiled
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from graphcap_backend import GraphcapError, HostGraph, graph, mark_kernels, profile_replays, report
+from graphcap_backend import GraphcapError, HostGraph, NodeList, graph, mark_kernels, profile_replays, report
 from graphcap_backend.annotate.profile import Activity, Weighed, join, scope_names, share_out, tally
 from graphcap_backend.show.profile import NO_LINE, NO_SCOPE
 
@@ -122,6 +124,28 @@ def test_a_compiled_function_by_line() -> None:
     lines = [share.label for share in profile.by_line()]
     assert any("test_profile.py" in line and line.endswith(":forward") for line in lines)
     assert {share.label for share in profile.by_module()} >= {"up", "down"}
+
+
+def test_modules_are_shown_where_most_has_no_line() -> None:
+    nodes = [replace(node, sources=()) for node in model_nodes()]
+    rows = str(profiled(NodeList(nodes), [300, 101, 7])).splitlines()
+    assert rows[1].split() == ["100.0%", "3", "nodes", *NO_LINE.split()]
+    assert rows[2].startswith("by module (most has no source line")
+    assert [(row.split()[0], row.split()[-1]) for row in rows[3:5]] == [("86.0%", "up"), ("12.3%", "down")]
+    assert "by module" not in str(profiled(model_nodes(), [300, 101, 401]))  # half of it
+    assert "by module" in str(profiled(model_nodes(), [300, 101, 402]))
+    unknown = NodeList([replace(node, sources=(), modules=()) for node in nodes])
+    assert "by module" not in str(profiled(unknown, [300, 101, 7]))
+
+
+def test_a_model_of_torch_s_own_modules_alone() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).eval()
+    compiled = torch.compile(model, backend="graphcap", options={"host_capture": True})
+    with torch.no_grad():
+        profile = profile_replays(compiled, torch.randn(8, 32), num_replays=2)
+    assert [share.label for share in profile.by_line()] == [NO_LINE]
+    rows = str(profile).partition("by module")[2].splitlines()[1:]
+    assert {row.split()[-1] for row in rows} == {"0", "1", "2"}
 
 
 def test_a_training_step() -> None:
