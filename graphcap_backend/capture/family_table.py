@@ -16,19 +16,19 @@ class FamilyTable:
     Args:
         max_graphs: how many are kept.
         on_full: called before one goes to make room; may raise.
-        on_release: called before the graphs of a family are given back.
 
     Attributes:
+        current: the family that served the last call, for as long as it is kept.
         num_captured: keys captured so far, those that made room for others included.
         num_replays_released: replays of the graphs that are gone.
     """
 
-    def __init__(self, max_graphs: int, on_full: Callable[[], None], on_release: Callable[[Family], None]) -> None:
+    def __init__(self, max_graphs: int, on_full: Callable[[], None]) -> None:
+        self.current: Family | None = None
         self.num_captured = 0
         self.num_replays_released = 0
         self._max_graphs = max_graphs
         self._on_full = on_full
-        self._on_release = on_release
         self._families: OrderedDict[Key, Family] = OrderedDict()
 
     def __len__(self) -> int:
@@ -80,7 +80,8 @@ class FamilyTable:
         self._release(family)
 
     def _release(self, family: Family) -> None:
-        self._on_release(family)
+        if self.current is family:
+            self.current = None
         for instance in family.instances:
             self.num_replays_released += instance.num_replays
             instance.release()

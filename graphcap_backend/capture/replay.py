@@ -99,8 +99,7 @@ class Replayed:
         self._current_stream = self._arena.device.current_stream
         self._roles: InputRoles | None = None
         self._keys = KeyHistory(limits, callee, on_skip)
-        self._table = FamilyTable(limits.max_graphs, self._keys.say_room_is_made, self._forget)
-        self._current: Family | None = None
+        self._table = FamilyTable(limits.max_graphs, self._keys.say_room_is_made)
         self._static: list[int] = []
         self._copied: tuple[int, ...] = ()
         self._keyed: InputRoles | None = None
@@ -132,7 +131,7 @@ class Replayed:
         with self._lock:
             if self._gone:
                 self._arena.settle()
-            family = self._current
+            family = self._table.current
             if (
                 family is not None
                 and _same_addresses(inputs, family.static_addresses, self._static)
@@ -236,7 +235,7 @@ class Replayed:
             return self._uncaptured(inputs, SkipKind.ALREADY_CAPTURING)
         if not self._roles_met().written_back:
             # Which inputs overlap is no part of the key, so with write-backs every call comes this way.
-            self._current = family
+            self._table.current = family
         with torch.no_grad():
             outputs = instance.replay(inputs)
         inputs.clear()
@@ -257,7 +256,7 @@ class Replayed:
         kinds = input_kinds(inputs)
         if kinds == self._kinds:
             return
-        self._kinds, self._current = kinds, None
+        self._kinds, self._table.current = kinds, None
         met = self._met.get(kinds)
         if met is None:
             device = self.callee.device
@@ -389,10 +388,6 @@ class Replayed:
         if not misaligned:
             return partial(self._run, inputs)
         return partial(run_on_aligned_copies, self._run, inputs, misaligned, self.callee.mutated)
-
-    def _forget(self, family: Family) -> None:
-        if self._current is family:
-            self._current = None
 
     def release(self) -> None:
         """Give all graphs and their memory back. Calls go on, uncaptured or captured anew."""

@@ -16,19 +16,19 @@ def _family(number: int, weight: Tensor) -> Family:
     return Family(key, [weight.data_ptr()], statics=(StorageWeakRef(weight.untyped_storage()),))  # type: ignore[no-untyped-call]
 
 
-def _table(released: list[Family], max_graphs: int = 3) -> FamilyTable:
-    return FamilyTable(max_graphs, on_full=lambda: None, on_release=released.append)
+def _table() -> FamilyTable:
+    return FamilyTable(3, on_full=lambda: None)
 
 
 def test_the_least_recently_used_one_goes() -> None:
-    released: list[Family] = []
-    table, weight = _table(released), torch.ones(1)
+    table, weight = _table(), torch.ones(1)
     families = [_family(number, weight) for number in range(4)]
     for family in families[:3]:
         table.keep(family)
     assert table.use(families[0].key) is families[0]
+    table.current = families[1]
     table.keep(families[3])
-    assert released == [families[1]]
+    assert table.current is None
     assert list(table) == [families[2], families[0], families[3]]
 
 
@@ -36,7 +36,7 @@ def test_a_refusal_to_make_room_releases_nothing() -> None:
     def refuse() -> None:
         raise RuntimeError("full")
 
-    table = FamilyTable(1, on_full=refuse, on_release=lambda family: None)
+    table = FamilyTable(1, on_full=refuse)
     weight = torch.ones(1)
     first = _family(0, weight)
     table.keep(first)
@@ -46,17 +46,15 @@ def test_a_refusal_to_make_room_releases_nothing() -> None:
 
 
 def test_families_of_weights_that_are_gone_go_when_others_come() -> None:
-    released: list[Family] = []
-    table = _table(released)
+    table = _table()
     gone, stays = torch.ones(100_000), torch.ones(100_000)
     families = [_family(0, gone), _family(1, stays)]
     for family in families:
         table.keep(family)
     table.drop_dead((1234,))
-    assert released == []
+    assert list(table) == families
     del gone
     table.drop_dead((stays.data_ptr(),))  # known weights in another shape: not looked for
-    assert released == []
+    assert list(table) == families
     table.drop_dead((1234,))
-    assert released == families[:1]
     assert list(table) == families[1:]
