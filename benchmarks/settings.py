@@ -30,7 +30,7 @@ class Settings:
     @property
     def seconds(self) -> float:
         """After so long a row has enough rounds."""
-        return 1.0 if self.quick else 5.0
+        return 1.0 if self.quick else 3.0
 
     def scaled(self, number: int) -> int:
         """Size of a workload: ``number`` on CUDA, a tenth of it where only the code path counts."""
