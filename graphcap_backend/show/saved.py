@@ -6,6 +6,7 @@ import contextlib
 import linecache
 import os
 import platform
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,7 @@ def save_capture(path: str | os.PathLike[str], compiled_or_graph: Any) -> SavedC
     """Save what is known of captured graphs to one JSON file; a name that ends in ".gz" is compressed.
 
     The file is there in whole or not at all; one that was there before is replaced. Annotation values
-    that JSON does not know are saved as their ``repr``.
+    that JSON does not know are saved as their ``repr``. Warns when there is nothing to save.
 
     Args:
         compiled_or_graph: a function or module compiled with the graphcap backend, or its report; a graph
@@ -94,6 +95,8 @@ def save_capture(path: str | os.PathLike[str], compiled_or_graph: Any) -> SavedC
     from graphcap_backend.show.saved_json import to_json
 
     capture = snapshot(compiled_or_graph, "save_capture(path, compiled_or_graph)")
+    if not capture.graphs and not capture.parts and not isinstance(compiled_or_graph, SavedCapture):
+        warnings.warn("the saved capture is empty: nothing was compiled so far, see report(compiled)", stacklevel=2)
     with written_whole(path) as file:
         to_json(capture, file)
     return capture

@@ -210,6 +210,13 @@ def test_what_can_be_saved() -> None:
         save_capture("unused.json", len)
 
 
+def test_nothing_to_save_is_no_silence(tmp_path: Path) -> None:
+    compiled = torch.compile(lambda x: x + 1, backend="graphcap", options={"host_capture": True})
+    with pytest.warns(UserWarning, match="the saved capture is empty: nothing was compiled"):
+        save_capture(tmp_path / "c.json", compiled)
+    assert load_capture(tmp_path / "c.json").graphs == ()
+
+
 @pytest.mark.parametrize("write", [save_capture, write_flame_graph, lambda path, source: write_page(source, path)])
 def test_arguments_in_the_wrong_order(write: Any, tmp_path: Path) -> None:
     file = tmp_path / "c.json"
