@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.host_captures import captured, capturing, names
+from torch._prims.rng_prims import run_and_save_rng_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphcap_backend.capture.host import HostGraph
@@ -594,6 +595,13 @@ def test_higher_order_operators_are_refused() -> None:
     x = torch.ones(2)
     with pytest.raises(CaptureError, match=r"higher-order operator cond .* depends on values, compiled or not"):
         captured(lambda: torch.cond(x.sum() > 0, lambda: x + 1, lambda: x - 1, ()))
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_the_random_state_of_a_checkpoint_is_refused_with_its_reason() -> None:
+    x = torch.ones(2)
+    with pytest.raises(CaptureError, match=r"run_and_save_rng_state .*random state, so that torch\.utils\.checkpoint"):
+        captured(lambda: run_and_save_rng_state(torch.ops.aten.rand_like.default, x))
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
