@@ -453,12 +453,17 @@ def _first_line(stack_traces: Sequence[str | None]) -> str | None:
     return None
 
 
+_HANDLES = re.compile(r"# \[Provenance debug handles\] (.+)$", re.MULTILINE)
+
+
 def _where(graph: Any, reason: str = "") -> str | None:
     """A line for messages: the one Inductor names in its reason, else the first kernel's."""
     if line := _first_line([reason]):
         return line
     stacks = json.loads(graph.inductor_provenance_stack_traces_str or "{}")
-    return _first_line([stack for per_handle in stacks.values() for stack in per_handle])
+    # A backward that is compiled when it first runs comes with the stacks of those compiled before it, too.
+    handles = [name.strip() for names in _HANDLES.findall(graph.source_code or "") for name in names.split(",")]
+    return _first_line([stack for handle in handles for stack in stacks.get(handle, ())])
 
 
 def _whole_cpu_graph(graph: Any, constants: Any) -> Subgraph:

@@ -33,7 +33,9 @@ class PartReport:
     reasons: tuple[SkipReason, ...]
     """Why the part, or single keys of it, are not captured."""
     where: str | None
+    """A line of yours that it was compiled from, "file:line:function"; None where only torch's own are known."""
     num_keys: int
+    """Shapes (and other properties of inputs) that are captured."""
     graphs: tuple[Any, ...]
     """Captured graph objects, oldest first; ``capture_nodes`` takes them. ``reset()`` gives up all of a shape."""
     num_nodes: int
@@ -161,6 +163,8 @@ def _lines(part: PartReport) -> Iterator[str]:
         f"{part.name}: {part.state}, {part.num_keys} keys, {len(part.graphs)} graphs, {part.num_nodes} nodes, "
         f"{part.num_bytes} bytes, {part.num_replays} replays" + (f", recorded by {part.way}" if part.way else "")
     )
+    if part.where and part.where not in [reason.where for reason in part.reasons]:
+        yield f"  at {part.where}"
     if part.fallbacks:
         yield "  uncaptured calls: " + ", ".join(f"{number} {kind}" for kind, number in part.fallbacks.items())
     for reason in part.reasons:

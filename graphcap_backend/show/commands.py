@@ -95,6 +95,8 @@ def _part_lines(part: SavedPart) -> Iterator[str]:
         f"{part.name}: {part.state}, {part.num_keys} keys, {len(part.graphs)} graphs, {part.num_nodes} nodes, "
         f"{part.num_bytes} bytes, {part.num_replays} replays" + (f", recorded by {part.way}" if part.way else "")
     )
+    if part.where and part.where not in [reason.where for reason in part.reasons]:
+        yield f"  at {part.where}"
     if part.fallbacks:
         yield "  uncaptured calls: " + ", ".join(f"{number} {kind}" for kind, number in part.fallbacks.items())
     for reason in part.reasons:

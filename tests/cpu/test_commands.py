@@ -98,7 +98,11 @@ def test_report_without_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "region 0 forward: skipped" in out
     assert "uncaptured calls: 2 warm_up" in out
     assert "not captured: runs on the CPU (at m.py:1:f). Try host_capture" in out
+    assert "  at m.py" not in out  # the reason says it
     assert "3 nodes by source line (no times were saved" in out
+    save_capture(path, replace(saved(model_nodes()), parts=(replace(part, where="m.py:2:f"),)))
+    assert main(["report", path]) == 0
+    assert capsys.readouterr().out.splitlines()[2] == "  at m.py:2:f"
     save_capture(path, saved())
     assert main(["report", path]) == 0
     assert "no captured graph" in capsys.readouterr().out
