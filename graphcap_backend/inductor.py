@@ -334,7 +334,7 @@ def _describe_wrapper(graph: Any) -> Wrapper:
     traces: dict[str, list[str]] = {}
     modules: dict[str, list[str]] = {}
     scopes: dict[str, list[Mapping[str, Any]]] = {}
-    for handle, stacks in json.loads(graph.inductor_provenance_stack_traces_str or "{}").items():
+    for handle, stacks in _stacks_of_calls(graph).items():
         for stack in stacks:
             origin, rest = _split_scope_frame(stack)
             traces.setdefault(handle, []).append(rest)
@@ -460,10 +460,17 @@ def _where(graph: Any, reason: str = "") -> str | None:
     """A line for messages: the one Inductor names in its reason, else the first kernel's."""
     if line := _first_line([reason]):
         return line
-    stacks = json.loads(graph.inductor_provenance_stack_traces_str or "{}")
-    # A backward that is compiled when it first runs comes with the stacks of those compiled before it, too.
-    handles = [name.strip() for names in _HANDLES.findall(graph.source_code or "") for name in names.split(",")]
-    return _first_line([stack for handle in handles for stack in stacks.get(handle, ())])
+    return _first_line([stack for stacks in _stacks_of_calls(graph).values() for stack in stacks])
+
+
+def _stacks_of_calls(graph: Any) -> dict[str, list[str]]:
+    """Stack traces of what each kernel call of a wrapper was made from, by the handle written beside the call.
+
+    A backward that is compiled when it first runs comes with the stacks of those compiled before it, too.
+    """
+    known = json.loads(graph.inductor_provenance_stack_traces_str or "{}")
+    handles = (name.strip() for names in _HANDLES.findall(graph.source_code or "") for name in names.split(","))
+    return {handle: known[handle] for handle in handles if handle in known}
 
 
 def _whole_cpu_graph(graph: Any, constants: Any) -> Subgraph:
