@@ -2,7 +2,7 @@
 
 One key (shape key and static addresses) goes through these states:
 
-    unseen -> warm (ran once uncaptured) -> captured -> ... -> released (least recently used)
+    unseen -> warm (ran once uncaptured) -> captured -> ... -> released (least recently used, or inputs gone)
                       |
                       '-> refused (capture failed, or inputs that cannot be copied in)
 

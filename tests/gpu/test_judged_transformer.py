@@ -47,18 +47,8 @@ def check_parts(compiled, *kinds):
 """
 
 
-def _run(program: str, folder: Path) -> str:
-    """``run_fresh`` without its imports."""
-    path = folder / "program.py"
-    path.write_text(TESTS + program)
-    command = [sys.executable, str(path)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 def test_served_without_an_import(tmp_path: Path) -> None:
-    _run(
+    run_fresh(
         NO_IMPORT
         + PARTS
         + """
@@ -74,11 +64,12 @@ for part, g in check_parts(compiled_mlp, "inference"):
     assert sources and all("layered_transformer.py" in source for source in sources)
 """,
         tmp_path,
+        TESTS,
     )
 
 
 def test_trained_without_an_import(tmp_path: Path) -> None:
-    _run(
+    run_fresh(
         NO_IMPORT
         + PARTS
         + """
@@ -92,6 +83,7 @@ for part, g in check_parts(compiled, "forward", "backward"):
     assert not [node for node in capture_nodes(g) if node.annotation]
 """,
         tmp_path,
+        TESTS,
     )
 
 

@@ -54,14 +54,14 @@ def needs_cuda() -> None:
     pytest.importorskip("cuda.bindings.driver")
 
 
-def run_fresh(program: str, folder: Path) -> str:
+def run_fresh(program: str, folder: Path, prelude: str = PRELUDE) -> str:
     """Run a program in a process of its own; what it printed.
 
     A failed assertion of the program fails the test, with its text. The program is a file, so
-    that its lines can be found in stacks.
+    that its lines can be found in stacks; it begins with ``prelude``.
     """
     path = folder / "program.py"
-    path.write_text(PRELUDE + program)
+    path.write_text(prelude + program)
     command = [sys.executable, str(path)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
