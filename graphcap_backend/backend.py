@@ -92,7 +92,7 @@ class Region:
                 donated=subgraph.donated,
                 constants=subgraph.constants,
                 is_backward=subgraph.is_backward,
-                outputs_may_be_copied=subgraph.is_inference,
+                may_share_outputs=subgraph.is_inference,
                 sizes=subgraph.sizes,
                 where=subgraph.where,
                 entry=lambda: None if (alive := region()) is None else alive.entry,

@@ -5,8 +5,9 @@ graph keeps its intermediates. So a graph may be replayed only while no output i
 memory it writes to; the arena tells each instance which outputs those are (``Instance.watch``).
 
 There is a pool for each turn: instances of one graph that serve by turns must not touch each other's
-outputs, and within one pool the next one puts its output where the last one had an intermediate. A pool
-of its own serves graphs whose outputs are copied: nothing in it outlives a replay, so nothing is watched.
+outputs, and within one pool the next one puts its output where the last one had an intermediate. Graphs that
+need much memory are worth the search for instances that get along in one pool (``memory_pool.SharedPool``).
+A pool of its own serves graphs whose outputs are copied: nothing in it outlives a replay, so nothing is watched.
 """
 
 from __future__ import annotations
@@ -20,21 +21,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from graphcap_backend.capture.device import Device, Range, device_for
+from graphcap_backend.capture.allocator import overlap
+from graphcap_backend.capture.device import Device, device_for
+from graphcap_backend.capture.memory_pool import Pool, PoolName, SharedPool
 
 if TYPE_CHECKING:
     from graphcap_backend.capture.instance import Instance
     from graphcap_backend.capture.outputs import OwnedOutput
 
 
-class Pool:
-    """One memory pool, alive as long as an instance refers to it."""
-
-    __slots__ = ("__weakref__", "token")
-
-    def __init__(self, token: Any) -> None:
-        self.token = token
-        """What torch takes for it; None on the host."""
+_LOOSE_BYTES, _LOOSE_SHARE = 16 << 20, 0.25
+"""A shared pool is packed anew for so many unused bytes, and for such a share of what its largest graph needs."""
 
 
 class Arena:
@@ -56,8 +53,11 @@ class Arena:
         """Whether graphs were ever replayed on more than one stream; only then is there anything to order."""
         self.gone: deque[list[tuple[OwnedOutput, int]]] = deque()
         """What graphs that died without being released held of others' outputs; see ``settle``."""
-        self._pools: weakref.WeakValueDictionary[int | None, Pool] = weakref.WeakValueDictionary()
+        self._pools: weakref.WeakValueDictionary[PoolName, Pool] = weakref.WeakValueDictionary()
         self._instances: weakref.WeakSet[Instance] = weakref.WeakSet()
+        self._num_shared = 0
+        self._num_dropped = 0
+        """Of those captured into the shared pool: graphs dropped to pack it anew."""
 
     @classmethod
     def of(cls, device: torch.device) -> Arena:
@@ -68,15 +68,11 @@ class Arena:
                 arena = cls._of_device[device] = cls(device_for(device))
             return arena
 
-    def pool(self, turn: int | None) -> Pool:
-        """The pool for the ``turn``-th instance of a graph, or (None) for one whose outputs are copied.
-
-        Every instance holds the pool that it was captured into. Once none does, torch has given the pool up,
-        and the next capture needs a new one.
-        """
-        pool = self._pools.get(turn)
+    def pool(self, name: PoolName) -> Pool:
+        """The pool of that name, which lives as long as an instance that was captured into it."""
+        pool = self._pools.get(name)
         if pool is None:
-            pool = self._pools[turn] = Pool(self.device.new_pool())
+            pool = self._pools[name] = (SharedPool if name == "shared" else Pool)(self.device)
         return pool
 
     def order(self, instance: Instance) -> bool:
@@ -102,11 +98,44 @@ class Arena:
         return True
 
     def add(self, instance: Instance) -> None:
-        """A new instance: earlier graphs must not be replayed while its outputs in their memory are in use."""
+        """A new instance: no graph must be replayed while outputs of another in memory that it writes to are in use."""
         for earlier in self._instances:
             earlier.unwatch_released()
-            earlier.watch([out for out in instance.owned if _overlaps(out, earlier.ranges)])
+            earlier.watch([out for out in instance.owned if overlap(out.range, earlier.touched.ranges)])
+            given_back = [out for out in earlier.owned if not out.is_allocated]
+            instance.watch([out for out in given_back if overlap(out.range, instance.touched.ranges)])
+        self._num_shared += instance.is_shared
         self._instances.add(instance)
+
+    def is_loose(self, newest: Instance) -> bool:
+        """Whether the shared pool would be much smaller, had ``newest``, its largest graph, been captured first.
+
+        Graphs find room where larger ones have theirs, never the other way round.
+        """
+        if not newest.is_shared:
+            return False
+        others = [instance for instance in self._instances if instance.is_shared and instance is not newest]
+        needed, unused = newest.touched.num_bytes, newest.touched.pool_bytes - newest.touched.num_bytes
+        largest = max((instance.touched.num_bytes for instance in others), default=needed)
+        worth_it = unused >= max(_LOOSE_BYTES, needed * _LOOSE_SHARE)
+        # Each graph is captured three times at most on the whole.
+        return needed > largest and worth_it and self._num_dropped + len(others) <= 2 * self._num_shared
+
+    def drop_shared(self) -> None:
+        """Drop the graphs of the shared pool, and the pool: keys are captured anew, into another, at their next call.
+
+        What callers hold stays valid, and keeps the memory of the pool.
+        """
+        for instance in [instance for instance in self._instances if instance.is_shared]:
+            self._num_dropped += 1
+            instance.drop()
+        self._pools.pop("shared", None)
+
+    def drop_resized(self) -> None:
+        """Drop graphs whose output somebody resized: its storage has other memory now, or none."""
+        for instance in tuple(self._instances):
+            if any(out.is_resized for out in instance.owned):
+                instance.drop()
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is an output of a graph of this arena, whose address is there to stay."""
@@ -141,8 +170,3 @@ class Arena:
             out.release()
         for other in self._instances:
             other.unwatch_released()
-
-
-def _overlaps(out: OwnedOutput, ranges: list[Range]) -> bool:
-    end = out.address + out.num_bytes
-    return any(out.address < last and first < end for first, last in ranges)

@@ -24,8 +24,9 @@ class Callee:
     donated: frozenset[int] = frozenset()
     constants: tuple[Tensor, ...] = ()
     is_backward: bool = False
-    outputs_may_be_copied: bool = False
-    """Whether large outputs may be copied at every call to save memory; not when they are saved activations."""
+    may_share_outputs: bool = False
+    """Whether graphs may give the memory of outputs to each other; not that of saved activations, whose addresses
+    the backward's graphs know."""
     sizes: tuple[int, ...] | None = None
     """Which of the inputs that are ints are symbolic sizes, and not computed from such; None: all."""
     where: str | None = None

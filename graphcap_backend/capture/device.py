@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from graphcap_backend.capture.allocator import (
+    TouchedMemory,
+    can_tell_what_is_touched,
+    free_blocks,
+    retain_pool,
+    touched_memory,
+)
 from graphcap_backend.capture.input_copies import InputCopy, capture_copies
 
 if TYPE_CHECKING:
@@ -19,9 +25,6 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 16
 """Bytes. Inductor's kernels assume it of their inputs."""
-
-Range = tuple[int, int]
-"""Memory from the first address up to, not including, the second."""
 
 
 class Device(Protocol):
@@ -54,7 +57,10 @@ class Device(Protocol):
     def session(self, graph: Any, pool: Any, annotations: AnnotationConfig | None) -> CaptureSession: ...
     def is_captured(self, stream: int) -> bool: ...
     def wait_for_stream(self, stream: int) -> None: ...
-    def touched_memory(self, pool: Any) -> contextlib.AbstractContextManager[list[Range]]: ...
+    def touched_memory(self, pool: Any) -> contextlib.AbstractContextManager[TouchedMemory]: ...
+    def may_share_outputs(self) -> bool: ...
+    def retain_pool(self, pool: Any, owner: object) -> None: ...
+    def free_blocks(self, pool: Any) -> list[int]: ...
     def misaligned(self, inputs: Sequence[Any]) -> list[int]: ...
 
 
@@ -62,7 +68,6 @@ class CudaDevice:
     """One GPU."""
 
     shares_memory = True
-    _history_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
@@ -115,36 +120,18 @@ class CudaDevice:
         earlier = torch.cuda.ExternalStream(stream, device=self.torch_device)  # type: ignore[no-untyped-call]
         torch.cuda.current_stream(self.torch_device).wait_stream(earlier)
 
-    @contextlib.contextmanager
-    def touched_memory(self, pool: Any) -> Iterator[list[Range]]:
-        """Gives a list that holds, on leaving, what was allocated from ``pool`` inside the block.
+    def touched_memory(self, pool: Any) -> contextlib.AbstractContextManager[TouchedMemory]:
+        return touched_memory(pool, self._index)
 
-        The allocator's own history tells. Where somebody else records it, or stopped it meanwhile, theirs is left
-        alone, and the answer is all that the pool has: more than was touched, never less.
-        """
-        touched: list[Range] = []
-        with _own_workspaces():
-            with self._history_lock:  # captures on several devices share the one history
-                recorded_by_others = torch._C._cuda_isHistoryEnabled()
-                if not recorded_by_others:
-                    record = torch.cuda.memory._record_memory_history
-                    record("all", context=None, stacks="python", clear_history=True)
-            try:
-                yield touched
-                whole = recorded_by_others or not torch._C._cuda_isHistoryEnabled()
-                snapshot = torch.cuda.memory._snapshot()
-            finally:
-                if not recorded_by_others:
-                    torch.cuda.memory._record_memory_history(None)
-        segments = _segments(snapshot, pool)
-        if whole:
-            touched.extend(segments)
-            return
-        touched.extend(
-            (event["addr"], event["addr"] + event["size"])
-            for event in snapshot["device_traces"][self._index]
-            if event["action"] == "alloc" and any(first <= event["addr"] < last for first, last in segments)
-        )
+    def may_share_outputs(self) -> bool:
+        """Whether a shared pool can be used now: what graphs write to must be known exactly."""
+        return can_tell_what_is_touched()
+
+    def retain_pool(self, pool: Any, owner: object) -> None:
+        retain_pool(pool, self._index, owner)
+
+    def free_blocks(self, pool: Any) -> list[int]:
+        return free_blocks(pool)
 
     def misaligned(self, inputs: Sequence[Any]) -> list[int]:
         """Inputs that Inductor's kernels must not get: they assume 16-byte alignment."""
@@ -208,35 +195,23 @@ class HostDevice:
     def wait_for_stream(self, stream: int) -> None:
         """The host has one stream."""
 
-    def touched_memory(self, pool: Any) -> contextlib.AbstractContextManager[list[Range]]:
+    def touched_memory(self, pool: Any) -> contextlib.AbstractContextManager[TouchedMemory]:
         """Host graphs share no memory."""
-        return contextlib.nullcontext([])
+        return contextlib.nullcontext(TouchedMemory())
+
+    def may_share_outputs(self) -> bool:
+        """Host graphs share no memory."""
+        return False
+
+    def retain_pool(self, pool: Any, owner: object) -> None:
+        """Nothing to keep."""
+
+    def free_blocks(self, pool: Any) -> list[int]:
+        """Nothing that is known."""
+        return []
 
     def misaligned(self, inputs: Sequence[Any]) -> list[int]:
         return []
-
-
-@contextlib.contextmanager
-def _own_workspaces() -> Iterator[None]:
-    """cuBLAS allocates its workspaces inside the block, and keeps none that it allocated there.
-
-    It holds on to a workspace until somebody clears them all, as ``mode="reduce-overhead"`` does. One that an
-    earlier capture left in its pool would be written to by this graph, too, and nobody would know.
-    """
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
-        torch._C._cuda_clearCublasWorkspaces()
-
-
-def _segments(snapshot: Any, pool: Any) -> list[Range]:
-    wanted = tuple(pool)
-    return [
-        (segment["address"], segment["address"] + segment["total_size"])
-        for segment in snapshot["segments"]
-        if tuple(segment["segment_pool_id"]) == wanted
-    ]
 
 
 def device_for(device: torch.device) -> Device:

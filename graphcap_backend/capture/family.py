@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphcap_backend.capture.device import Range
+from graphcap_backend.capture.allocator import Range
+from graphcap_backend.capture.memory_pool import PoolName
 from graphcap_backend.capture.skip import SkipReason
 
 if TYPE_CHECKING:
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
 class NextInstance(NamedTuple):
     """An instance to be captured."""
 
-    turn: int | None
-    """None for one whose outputs are copied."""
+    pool: PoolName
     in_place: tuple[int, ...]
     """Inputs that it reads where they are."""
 
@@ -43,8 +43,8 @@ class Family:
     """Whether capturing one more instance has failed."""
     statics: tuple[StorageWeakRef, ...] = ()
     """Storages of the static inputs. Once one is gone, no call can come with this key."""
-    copies_only: bool = False
-    """Whether outputs are always copied: large ones, whose copy costs little beside the work that makes them."""
+    shares: bool = False
+    """Whether instances are captured into the shared pool: those that need much memory."""
 
     def idle_for(self, inputs: Sequence[Any]) -> Instance | None:
         """The first instance that may be replayed with these inputs now."""
@@ -58,13 +58,16 @@ class Family:
 
         Args:
             in_place: inputs that it could.
-            max_held: how many take turns, of those that do so and of those that do not.
+            max_held: how many take turns, of those that do so and of those that do not; twice as many that share.
         """
         alike = sum(bool(instance.in_place) for instance in self.instances)
         if not in_place or alike >= max_held:
             alike, in_place = len(self.instances) - alike, ()
-        if self.copies_only or alike >= max_held:
-            return NextInstance(None, in_place)
+        if self.shares:
+            # Any two of them may be in each other's way, but each is captured out of the way of what is held then.
+            return NextInstance("shared" if alike < 2 * max_held else "copies", in_place)
+        if alike >= max_held:
+            return NextInstance("copies", in_place)
         return NextInstance(sum(not instance.copies for instance in self.instances), in_place)
 
     def add(self, instance: Instance) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphcap_backend.capture.device import ALIGNMENT, Range
+from graphcap_backend.capture.allocator import Range
+from graphcap_backend.capture.device import ALIGNMENT
 from graphcap_backend.capture.outputs import unowned_aliases
 from graphcap_backend.capture.skip import SkipKind, SkipReason
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphcap_backend.capture.allocator import overlap, range_of
 from graphcap_backend.capture.input_copies import watch_graph
 from graphcap_backend.capture.inputs import InputRoles, Staging
+from graphcap_backend.capture.memory_pool import Pool, PoolName, SharedPool
 from graphcap_backend.capture.outputs import (
     HandOut,
     OwnedOutput,
@@ -24,7 +26,7 @@ from graphcap_backend.capture.outputs import (
 
 if TYPE_CHECKING:
     from graphcap_backend.annotate.config import AnnotationConfig
-    from graphcap_backend.capture.arena import Arena, Pool
+    from graphcap_backend.capture.arena import Arena
     from graphcap_backend.capture.record import CapturedGraph
 
 
@@ -47,21 +49,23 @@ class Instance:
         arena: Arena,
         donated: frozenset[int] = frozenset(),
         constants: Sequence[Tensor] = (),
-        turn: int | None = 0,
+        pool: PoolName = 0,
         in_place: tuple[int, ...] = (),
         annotations: AnnotationConfig | None = None,
         where: str | None = None,
     ) -> None:
         """Capture ``run`` as called with ``inputs``. Executes nothing; raises what the capture raises.
 
-        ``turn`` counts the instances of one key that hand out aliases; None hands out copies. ``in_place`` are
-        inputs that are read where they are now. ``where`` is the user's line that copies of inputs belong to.
+        An instance in the pool "copies" hands out copies. ``in_place`` are inputs that are read where they are
+        now. ``where`` is the user's line that copies of inputs belong to.
         """
-        self.copies = turn is None
+        self.copies = pool == "copies"
         self.in_place = tuple((i, inputs[i].data_ptr()) for i in in_place)
         roles = roles.reading_in_place(in_place)
         donated = donated.difference(in_place)  # there it is the memory of another graph
         self.num_replays = 0
+        self.drop: Callable[[], None] = lambda: None
+        """Has the key of this instance captured anew at its next call. Set by whoever keeps the instance."""
         self._arena = arena
         self.graph = arena.device.new_graph()
         # A host graph holds what it reads; that is no use of an output by a caller. A CUDA graph holds nothing, and
@@ -69,14 +73,16 @@ class Instance:
         static = [] if arena.device.shares_memory else [inputs[i] for i in roles.static]
         read = arena.owned_by_graphs(static)
         held_before = [out.use_count() for out in read]
-        self._pool: Pool | None = arena.pool(turn)
+        self._pool: Pool | None = arena.pool(pool)
         try:
-            with arena.device.touched_memory(self._pool.token) as self.ranges:
-                outputs, storages = self._capture(run, inputs, roles, donated, self._pool.token, annotations, where)
+            self._pool.make_room()
+            with arena.device.touched_memory(self._pool.token) as self.touched:
+                outputs, storages = self._capture(run, inputs, roles, donated, annotations, where)
+            self._pool.check(self.touched)
             self.graph.instantiate()
             plan, own = plan_outputs(outputs, storages, self._staging.stand_in(inputs))
         except BaseException:
-            # Whoever keeps the exception keeps this frame; torch takes no pool whose last graph is gone.
+            # Whoever keeps the exception keeps this object; torch takes no pool whose last graph is gone.
             self._pool = None
             with contextlib.suppress(RuntimeError):
                 self.graph.reset()
@@ -84,17 +90,10 @@ class Instance:
         self._launch = arena.device.launcher(self.graph)
         watch_graph(self.graph, self.input_copies, arena.lock)
         del outputs
-        foreign = {constant.untyped_storage()._cdata for constant in constants}
-        self.owned = [] if self.copies else self._by_storage(own, foreign)
-        # Copied right after each replay, so the memory may serve other graphs in between.
-        self._own = self._disowned(own) if self.copies and arena.device.shares_memory else own
+        self._take_outputs(own, foreign={constant.untyped_storage()._cdata for constant in constants})
         del own
         hand_out = HandOut(plan, len(self._own), len(inputs))
         self._hand_out = None if hand_out.passes_on else hand_out
-        for out in self.owned:
-            out.set_baseline()
-        self._watched = list(self.owned)
-        self.refresh_probes()
         arena.add(self)
         self._hold([(out, out.use_count() - before) for out, before in zip(read, held_before, strict=True)])
 
@@ -104,18 +103,19 @@ class Instance:
         inputs: Sequence[Any],
         roles: InputRoles,
         donated: frozenset[int],
-        pool: Any,
         annotations: AnnotationConfig | None,
         where: str | None,
     ) -> tuple[list[Any], dict[int, int]]:
         """Outputs of the captured run, and which storages are those of inputs."""
         device = self._arena.device
-        session = device.session(self.graph, pool, annotations)
+        assert self._pool is not None  # no name for it here: whoever keeps an exception keeps this frame
+        session = device.session(self.graph, self._pool.token, annotations)
         if not device.shares_memory:
             self._staging = Staging(inputs, roles)
             if self._staging.fills:
                 self._staging.load(inputs)
         with session:
+            occupied = self._pool.occupy_held(self.touched)
             if device.shares_memory:
                 self._staging = Staging(inputs, roles)
             staged = self._staging.stand_in(inputs)
@@ -128,13 +128,25 @@ class Instance:
             if device.shares_memory:
                 self._staging.disown()
             outputs = list(run(staged))
-            del staged
+            del staged, occupied
         self.captured: CapturedGraph = session.captured
         if self.captured.record is not None:
             # Raw tracebacks hold code that Dynamo made, which holds this graph, out of the collector's sight.
             self.captured.record.resolve()
         del identities
         return outputs, storages
+
+    def _take_outputs(self, own: Sequence[Tensor], foreign: set[int]) -> None:
+        """Begin to watch who holds the output tensors that belong to the graph."""
+        aliases = self._unowned_aliases(own)
+        self._own = [aliases.get(id(tensor), tensor) for tensor in own]
+        self.owned = [] if self.copies else self._by_storage(own, aliases, foreign)
+        for out in self.owned:
+            out.set_baseline()
+        if isinstance(self._pool, SharedPool):
+            self._end_of_lending = self._pool.lend(self.owned, self)
+        self._watched = list(self.owned)
+        self.refresh_probes()
 
     def _hold(self, holds: list[tuple[OwnedOutput, int]]) -> None:
         """What the graph holds of other graphs' outputs is no use by a caller, for as long as this instance lives."""
@@ -144,17 +156,32 @@ class Instance:
             self._given_back = weakref.finalize(self, self._arena.gone.append, holds)
             self._given_back.atexit = False
 
-    def _by_storage(self, own: Sequence[Tensor], foreign: set[int]) -> list[OwnedOutput]:
+    def _unowned_aliases(self, own: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Of output tensors (by id) whose memory other graphs may have between replays: what is handed out of instead.
+
+        That is where outputs are copied right after each replay, and in a shared pool.
+        """
+        mine: list[Tensor] = []
+        if isinstance(self._pool, SharedPool):
+            mine = [tensor for tensor in own if overlap(range_of(tensor.untyped_storage()), self.touched.ranges)]
+        elif self.copies and self._arena.device.shares_memory:
+            mine = [tensor for tensor in own if tensor.device == self._arena.device.torch_device]
+        return dict(zip(map(id, mine), unowned_aliases(mine), strict=True))
+
+    def _by_storage(self, own: Sequence[Tensor], aliases: dict[int, Tensor], foreign: set[int]) -> list[OwnedOutput]:
         """The storages of output tensors that belong to the graph, as constants of compiled code do not."""
         over: dict[int, list[Tensor]] = {}
         for tensor in own:
             over.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-        return [OwnedOutput(tensors, self) for storage, tensors in over.items() if storage not in foreign]
-
-    def _disowned(self, own: list[Tensor]) -> list[Tensor]:
-        on_device = [tensor for tensor in own if tensor.device == self._arena.device.torch_device]
-        aliases = dict(zip(map(id, on_device), unowned_aliases(on_device), strict=True))
-        return [aliases.get(id(tensor), tensor) for tensor in own]
+        return [
+            OwnedOutput(
+                [aliases.get(id(tensor), tensor) for tensor in tensors],
+                self,
+                kept=tensors if id(tensors[0]) in aliases else None,
+            )
+            for storage, tensors in over.items()
+            if storage not in foreign
+        ]
 
     def finds(self, inputs: Sequence[Any]) -> bool:
         """Whether the inputs that are read in place are there."""
@@ -213,7 +240,12 @@ class Instance:
     def num_bytes(self) -> int:
         """Bytes that this instance alone keeps allocated: outputs it hands out, and on the host its input buffers."""
         staging = 0 if self._arena.device.shares_memory else self._staging.num_bytes
-        return staging + sum(out.num_bytes for out in self.owned)
+        return staging + sum(out.num_bytes for out in self.owned if out.is_allocated)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other graphs may have the memory of its outputs between replays."""
+        return isinstance(self._pool, SharedPool)
 
     def release(self) -> None:
         """Give the graph and its memory back; outputs that callers hold stay valid."""
@@ -222,6 +254,8 @@ class Instance:
         if self._given_back is not None:
             self._given_back()
             self._arena.settle()
+        if isinstance(self._pool, SharedPool):
+            self._end_of_lending()
         self._own = []
         self.owned = []
         self._watched = []

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from graphcap_backend.capture.skip import SkipKind, SkipReason
 
@@ -18,9 +16,8 @@ Key = tuple[tuple[Any, ...], tuple[Any, ...], tuple[int, ...]]
 
 _WARM_KEYS_PER_GRAPH = 4
 _CHANGING_NUMBERS = 4
-_LARGE_OUTPUTS_BYTES = 1 << 20
-_COPY_BELOW_SHARE = 4
-"""Large outputs are copied where they are at most one in so many bytes that the work reads or makes."""
+_MUCH_MEMORY_BYTES = 32 << 20
+"""Allocated in all by one call. Graphs of less are not worth the captures that sharing outputs' memory takes."""
 
 
 class KeyHistory:
@@ -38,7 +35,7 @@ class KeyHistory:
         self._callee = callee
         self._on_skip = on_skip
         self._warm: OrderedDict[Key, bool] = OrderedDict()
-        """Keys that ran once, and whether their outputs are to be copied rather than handed out."""
+        """Keys that ran once, and whether that took much memory."""
         self._last_addresses: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
 
     def add_warm(self, key: Key) -> None:
@@ -60,13 +57,13 @@ class KeyHistory:
             self._last_addresses.popitem(last=False)
         return last
 
-    def note_sizes(self, key: Key, *, made: int, moved: int) -> None:
-        """Bytes of the outputs of the key's first call, and of all that it read or allocated."""
+    def note_allocated(self, key: Key, num_bytes: int) -> None:
+        """What the first call of the key allocated, freed since or not."""
         if key in self._warm:
-            self._warm[key] = made >= _LARGE_OUTPUTS_BYTES and _COPY_BELOW_SHARE * made <= moved
+            self._warm[key] = num_bytes >= _MUCH_MEMORY_BYTES
 
-    def copies_outputs(self, key: Key) -> bool:
-        """Whether a warm key's outputs are large, and cheap to copy beside the work that makes them."""
+    def needs_much_memory(self, key: Key) -> bool:
+        """Whether graphs of a warm key are better captured where all memory is shared."""
         return self._warm[key]
 
     def not_yet(self, key: Key, sizes: tuple[int, ...], *, num_captured: int, num_ever: int) -> SkipKind | None:
@@ -125,8 +122,3 @@ class KeyHistory:
         if kind not in {told.kind for told in self.notices}:
             self.notices.append(notice)
         return notice
-
-
-def num_bytes(values: Sequence[Any]) -> int:
-    """Bytes of the tensors among ``values``."""
-    return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))

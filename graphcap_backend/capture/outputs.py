@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphcap_backend.capture.allocator import Range
 from graphcap_backend.errors import CaptureError
 
 
@@ -46,16 +47,17 @@ class Same:
 
 Output = Buffer | InputAlias | Constant | Same
 
-Probe = tuple[int, int, torch.UntypedStorage]
-"""A storage in C++, its reference count when idle, and its Python object."""
+Probe = tuple[int, int, torch.UntypedStorage, int]
+"""A storage in C++, its reference count when idle, its Python object, and the address of its memory."""
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
+_data_ptr: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.data_ptr
 
 
 def any_in_use(probes: Sequence[Probe]) -> bool:
-    """Whether somebody holds one of the storages. Runs at every replay."""
-    for storage, baseline, wrapper in probes:
-        if _use_count(storage) > baseline or getrefcount(wrapper) > _OWN_REFERENCES:
+    """Whether somebody holds one of the storages, or resized it, which took it away. Runs at every replay."""
+    for storage, baseline, wrapper, address in probes:
+        if _use_count(storage) > baseline or getrefcount(wrapper) > _OWN_REFERENCES or _data_ptr(wrapper) != address:
             return True
     return False
 
@@ -63,8 +65,8 @@ def any_in_use(probes: Sequence[Probe]) -> bool:
 def _own_references() -> int:
     """What ``getrefcount`` finds in such a loop when only a probe, and torch itself, refer to the object."""
     count, tensor = 0, torch.empty(1)
-    probes = ((0, 0, tensor.untyped_storage()),)
-    for _, _, wrapper in probes:
+    probes = ((0, 0, tensor.untyped_storage(), 0),)
+    for _, _, wrapper, _ in probes:
         count = getrefcount(wrapper)
     return count
 
@@ -83,20 +85,37 @@ class OwnedOutput:
         tensors: the graph's own tensors over the storage. Held here, so that the idle count is the same for
             those who watch this output when the graph is gone.
         owner: who hands it out; known weakly.
+        kept: what keeps the memory allocated, where the storage does not.
     """
 
-    __slots__ = ("_owner", "_probe", "_tensors", "address", "num_bytes", "storage", "stream")
+    __slots__ = ("_kept", "_owner", "_probe", "_tensors", "address", "num_bytes", "storage", "stream")
 
-    def __init__(self, tensors: Sequence[Tensor], owner: object) -> None:
+    def __init__(self, tensors: Sequence[Tensor], owner: object, kept: Sequence[Tensor] | None = None) -> None:
         storage = tensors[0].untyped_storage()
         self._tensors = tuple(tensors)
+        self._kept = kept
         self._owner: weakref.ref[object] | None = weakref.ref(owner)
         self.stream: int | None = None
         """Raw handle of the stream that it was last handed out on, once a device's graphs ran on several."""
         self.storage = storage._cdata
         self.address = storage.data_ptr()
         self.num_bytes = storage.nbytes()
-        self._probe: Probe = (self.storage, 0, storage)
+        self._probe: Probe = (self.storage, 0, storage, self.address)
+
+    @property
+    def range(self) -> Range:
+        """The memory that callers see."""
+        return self.address, self.address + self.num_bytes
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether the allocator knows that the memory is taken."""
+        return self._kept is None or bool(self._kept)
+
+    def give_back(self) -> None:
+        """Let the pool have the memory again, for other graphs to write to. Call only when nobody holds it."""
+        assert self._kept is not None, "memory that the storage itself owns"
+        self._kept = ()
 
     @property
     def released(self) -> bool:
@@ -109,20 +128,26 @@ class OwnedOutput:
 
     def set_baseline(self) -> None:
         """Call once, when only the graph holds the storage."""
-        storage, _, wrapper = self._probe
-        self._probe = (storage, self.use_count(), wrapper)
+        storage, _, wrapper, address = self._probe
+        self._probe = (storage, self.use_count(), wrapper, address)
 
     def raise_baseline(self, by: int) -> None:
         """A graph holds the storage ``by`` times more (or, negative, less) than before."""
-        storage, baseline, wrapper = self._probe
-        self._probe = (storage, baseline + by, wrapper)
+        storage, baseline, wrapper, address = self._probe
+        self._probe = (storage, baseline + by, wrapper, address)
 
     def use_count(self) -> int:
         """Holders of the storage now."""
         return _use_count(self.storage)
 
+    @property
+    def is_resized(self) -> bool:
+        """Whether somebody resized the storage. Its memory is not the graph's any more."""
+        return self._probe[2].data_ptr() != self.address
+
     def in_use(self) -> bool:
-        return any_in_use((self._probe,))
+        """Whether a caller holds memory of the graph."""
+        return not self.is_resized and any_in_use((self._probe,))
 
     def probe(self) -> Probe:
         """What ``any_in_use`` takes: always the same tuple, since it alone may refer to the storage's object."""

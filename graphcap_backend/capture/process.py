@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from graphcap_backend.capture.first_calls import FirstCallGuard
@@ -97,6 +99,7 @@ class CaptureProcess:
         self.first_calls = FirstCallGuard(self._refuse_first_call)
         self._sessions: dict[int, CaptureSession] = {}  # by thread
         self._kept: dict[CaptureSession, list[Any]] = {}
+        self._outliving: deque[tuple[Callable[[], bool], object]] = deque()
 
     @property
     def num_active(self) -> int:
@@ -124,9 +127,20 @@ class CaptureProcess:
     def enter(self, session: CaptureSession) -> None:
         """Note that ``session`` captures on this thread."""
         self.check_not_nested()
+        self._let_go()
         self._sessions[threading.get_ident()] = session
         # A graph destroyed inside a capture invalidates it, on the driver's side: ours live on until it ends.
         self._kept[session] = list(self.captured)
+
+    def keep_while(self, needed: Callable[[], bool], kept: object) -> None:
+        """Keep an object alive for as long as ``needed`` says so; asked at each capture. Takes no lock."""
+        self._outliving.append((needed, kept))
+
+    def _let_go(self) -> None:
+        for _ in range(len(self._outliving)):
+            needed, kept = self._outliving.popleft()
+            if needed():
+                self._outliving.append((needed, kept))
 
     def leave(self, session: CaptureSession) -> None:
         """Take :meth:`enter` back, on whichever thread the block ends."""

@@ -16,7 +16,6 @@ A call at a captured key takes the first way that is open:
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,10 +25,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphcap_backend.capture.arena import Arena
-from graphcap_backend.capture.call_watch import CallWatch
 from graphcap_backend.capture.callee import Callee, ReplayLimits, Witness
+from graphcap_backend.capture.capturer import Capturer
 from graphcap_backend.capture.device import ALIGNMENT
-from graphcap_backend.capture.family import Family, NextInstance
+from graphcap_backend.capture.family import Family
 from graphcap_backend.capture.family_table import FamilyTable
 from graphcap_backend.capture.input_copies import SourceRefusedError
 from graphcap_backend.capture.inputs import (
@@ -44,7 +43,7 @@ from graphcap_backend.capture.inputs import (
     written_ranges,
 )
 from graphcap_backend.capture.instance import Instance
-from graphcap_backend.capture.key_history import Key, KeyHistory, num_bytes
+from graphcap_backend.capture.key_history import Key, KeyHistory
 from graphcap_backend.capture.outputs import any_in_use
 from graphcap_backend.capture.skip import SkipKind, SkipReason
 from graphcap_backend.errors import NotWarmedUpError
@@ -90,9 +89,7 @@ class Replayed:
         self.refused: SkipReason | None = None
         self._ran = False
         self._limits = limits
-        self._annotations = annotations
         self._on_skip = on_skip
-        self._on_capture = on_capture
         self._arena = Arena.of(callee.device)
         self._lock, self._gone = self._arena.lock, self._arena.gone
         self._is_capturing = self._arena.device.is_capturing
@@ -100,6 +97,16 @@ class Replayed:
         self._roles: InputRoles | None = None
         self._keys = KeyHistory(limits, callee, on_skip)
         self._table = FamilyTable(limits.max_graphs, self._keys.say_room_is_made)
+        self._capturer = Capturer(
+            callee,
+            self._run,
+            arena=self._arena,
+            table=self._table,
+            limits=limits,
+            annotations=annotations,
+            on_skip=on_skip,
+            on_capture=on_capture,
+        )
         self._static: list[int] = []
         self._copied: tuple[int, ...] = ()
         self._keyed: InputRoles | None = None
@@ -200,7 +207,7 @@ class Replayed:
             written=written_ranges(inputs, roles),
             refused=refuse_layout(inputs, roles),
             statics=tuple(StorageWeakRef(inputs[i].untyped_storage()) for i in self._static),  # type: ignore[no-untyped-call]
-            copies_only=self._keys.copies_outputs(key),
+            shares=self._keys.needs_much_memory(key) and self._arena.device.may_share_outputs(),
         )
 
     def _other_way(self, inputs: list[Any]) -> Sequence[Any] | partial[Sequence[Any]]:
@@ -209,6 +216,7 @@ class Replayed:
         if self.refused is not None:
             return self._run_refused(inputs, self.refused)
         self._roles_met().check_written_sizes(inputs)
+        self._arena.drop_resized()
         key = self._key(inputs)
         family = self._table.use(key)
         if family is None:
@@ -217,8 +225,8 @@ class Replayed:
             self._table.drop_dead(key[2])
             sizes = self._roles_met().sizes(inputs, self.callee.sizes)
             reason = self._keys.not_yet(key, sizes, num_captured=len(self._table), num_ever=self._table.num_captured)
-            if reason is SkipKind.WARM_UP and self.callee.outputs_may_be_copied:
-                return partial(self._run_once, self._uncaptured(inputs, reason), inputs, key)
+            if reason is SkipKind.WARM_UP and self.callee.may_share_outputs:
+                return partial(self._run_once, self._uncaptured(inputs, reason), key)
             if reason is not None:
                 return self._uncaptured(inputs, reason)
             family = self._family(key, inputs)
@@ -228,7 +236,7 @@ class Replayed:
         overlap = refuse_written_overlap(inputs, self._roles_met(), family.written)
         if overlap is not None:
             return self._run_refused(inputs, overlap)
-        instance = self._open_instance(family, inputs)
+        instance = self._capturer.open_instance(family, inputs, self._roles_met())
         if instance is None:
             return self._uncaptured(inputs, family.refused.kind if family.refused else SkipKind.OUTPUTS_HELD)
         if not self._arena.order(instance):
@@ -298,84 +306,13 @@ class Replayed:
         self._keys.add_warm(self._key(inputs))  # it ran at this shape before
         return True
 
-    def _run_once(self, run: Callable[[], Sequence[Any]], inputs: list[Any], key: Key) -> Sequence[Any]:
-        """Run a call uncaptured and look how large its outputs are beside the memory that it reads and makes."""
+    def _run_once(self, run: Callable[[], Sequence[Any]], key: Key) -> Sequence[Any]:
+        """Run a call uncaptured and look how much memory it allocates."""
         device = self._arena.device
-        moved = num_bytes(inputs) - device.num_bytes_allocated()
+        before = device.num_bytes_allocated()
         outputs = run()
-        moved += device.num_bytes_allocated()
-        self._keys.note_sizes(key, made=num_bytes(outputs), moved=moved)
+        self._keys.note_allocated(key, device.num_bytes_allocated() - before)
         return outputs
-
-    def _open_instance(self, family: Family, inputs: list[Any]) -> Instance | None:
-        """An instance that may be replayed now, captured if need be; None when capturing fails."""
-        idle = family.idle_for(inputs)
-        if idle is not None or family.full:
-            return idle
-        read = () if self.callee.is_backward else self._roles_met().only_read(inputs)  # a backward may be given memory
-        how = family.next_instance(self._arena.own_among(inputs, read), self._limits.max_held_instances)
-        captured = self._capture(family, inputs, how)
-        if captured is None:
-            family.full = True
-            return None
-        family.add(captured)
-        self._drop_when_reset(captured, family.key)
-        if self._on_capture is not None:
-            self._on_capture(captured)
-        return captured
-
-    def _drop_when_reset(self, instance: Instance, key: Key) -> None:
-        """Once somebody resets the graph (the report gives it away) its key is captured anew, at the next call."""
-        myself, reset = weakref.ref(self), weakref.ref(instance)
-
-        def drop() -> None:
-            alive = myself()
-            if alive is not None:
-                with alive._lock:
-                    alive._table.drop_with(key, reset())
-
-        CallWatch.on(instance.graph, "reset").tell(drop)
-
-    def _capture(self, family: Family, inputs: list[Any], how: NextInstance) -> Instance | None:
-        try:
-            # Buffers made here must be usable outside inference mode, whatever mode this call is in.
-            with torch.inference_mode(False), torch.no_grad():
-                instance = Instance(
-                    self._run,
-                    inputs,
-                    self._roles_met(),
-                    arena=self._arena,
-                    donated=self._donated(),
-                    constants=self.callee.constants,
-                    turn=how.turn,
-                    in_place=how.in_place,
-                    annotations=self._annotations,
-                    where=self.callee.entry(),
-                )
-        except SourceRefusedError:
-            raise
-        except Exception as error:
-            # The capture has unwound itself; the uncaptured function serves this and later calls.
-            logger.debug("capture of %s failed", self.callee.name, exc_info=True)
-            if not family.instances:
-                family.refused = SkipReason(
-                    kind=SkipKind.CAPTURE_FAILED,
-                    detail=f"capturing {self.callee.name} raised {type(error).__name__}: {error}",
-                    where=self.callee.where,
-                )
-                self._on_skip(family.refused)
-            return None
-        self._table.num_captured += not family.instances
-        return instance
-
-    def _donated(self) -> frozenset[int]:
-        """Inputs whose memory the callable may use for outputs, so that an output there need not be the input.
-
-        A backward may do so with what the forward saved for it alone. At a fixed address it has done so in the
-        caller's tensor; of those that are copied in, the caller's still has what it had before.
-        """
-        saved = frozenset(self.callee.static) if self.callee.is_backward else frozenset()
-        return self.callee.donated | saved.intersection(self._roles_met().copied)
 
     def _run_refused(self, inputs: list[Any], reason: SkipReason) -> partial[Sequence[Any]]:
         """Serve a call that cannot be captured. ``on_skip`` hears of each, and may raise: nothing has run yet."""

@@ -14,7 +14,8 @@ from graphcap_backend.show.saved import report_of
 
 logger = logging.getLogger("graphcap_backend")
 
-_CALLS = 3  # warm up, capture, and capture the instance that takes turns while an output is held
+_FEWEST_CALLS = 3  # warm up, capture, and capture the instance that takes turns while an output is held
+_MOST_CALLS = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,9 +35,12 @@ def precapture(
 ) -> tuple[Precaptured, ...]:
     """Call a compiled function until each of ``inputs`` is captured, so that no later call has to.
 
-    Each entry is called three times, results dropped but for the last: real calls, with all their side effects,
-    in the gradient mode of the caller. An interrupt (or an error of the function) ends the run and leaves the
-    function working, with what was captured so far. Warns when the function has no captured graph afterwards.
+    Each entry is called three times, and then for as long as that captures another graph, results dropped but for
+    the last: real calls, with all their side effects, in the gradient mode of the caller. Graphs that need much memory
+    are dropped when a larger one comes, to be captured again in its memory; such entries are called again in the end,
+    so that it is quickest to give large inputs first. An interrupt (or an error of the function) ends the run and
+    leaves the function working, with what was captured so far. Warns when the function has no captured graph
+    afterwards.
 
     Args:
         compiled: a function or module compiled with the graphcap backend.
@@ -53,20 +57,27 @@ def precapture(
 
     report_of(compiled, "precapture(compiled, inputs)")  # ValueError before any call
     _check_inputs(inputs)
-    done = []
+    done: list[_Entry] = []
     bar = tqdm(inputs, desc="capturing", unit="shape", disable=None if progress is None else not progress)
     with bar:
-        for entry in bar:
-            shape = _shape(entry)
-            bar.set_postfix_str(shape)
-            row = _capture(compiled, entry, shape)
-            bar.set_postfix_str(f"{shape}: {row.seconds:.2f} s, pool {_bytes(row.pool_bytes)}")
-            logger.info("captured %s: %d graphs, %.2f s, pool %s", shape, row.num_graphs, row.seconds,
-                        _bytes(row.pool_bytes))  # fmt: skip
-            done.append(row)
+        for arguments in bar:
+            entry = _Entry(arguments, _shape(arguments))
+            bar.set_postfix_str(entry.shape)
+            entry.capture(compiled)
+            bar.set_postfix_str(f"{entry.shape}: {entry.seconds:.2f} s, pool {_bytes(entry.pool_bytes)}")
+            logger.info("captured %s: %d graphs, %.2f s, pool %s", entry.shape, len(entry.graphs), entry.seconds,
+                        _bytes(entry.pool_bytes))  # fmt: skip
+            done.append(entry)
+    kept = report(compiled).graphs
+    for entry in done:
+        if _without(entry.graphs, kept):
+            entry.capture(compiled)
     if done and not (found := report(compiled)).graphs:
         warnings.warn(f"precapture captured no graph; the report says why:\n{found}", stacklevel=2)
-    return tuple(done)
+    return tuple(
+        Precaptured(shape=entry.shape, seconds=entry.seconds, num_graphs=len(entry.graphs), pool_bytes=entry.pool_bytes)
+        for entry in done
+    )
 
 
 def _check_inputs(inputs: object) -> None:
@@ -80,19 +91,43 @@ def _check_inputs(inputs: object) -> None:
         )
 
 
-def _capture(compiled: Callable[..., Any], entry: Any, shape: str) -> Precaptured:
-    before = len(report(compiled).graphs)
-    start = time.perf_counter()
-    result = None
-    for _ in range(_CALLS):
-        # The result of the call before is held meanwhile, as loops do.
-        result = compiled(**entry) if isinstance(entry, dict) else compiled(*_arguments(entry))
-    del result
-    seconds = time.perf_counter() - start
-    after = report(compiled)
-    return Precaptured(
-        shape=shape, seconds=seconds, num_graphs=len(after.graphs) - before, pool_bytes=_pool_bytes(after)
-    )
+class _Entry:
+    """One of the inputs, and the graphs that it has by now."""
+
+    def __init__(self, arguments: Any, shape: str) -> None:
+        self.shape = shape
+        self.seconds = 0.0
+        self.graphs: tuple[Any, ...] = ()
+        self.pool_bytes = 0
+        self._arguments = arguments
+
+    def capture(self, compiled: Callable[..., Any]) -> None:
+        """Call the function until that captures no more."""
+        start = time.perf_counter()
+        result, others = None, report(compiled).graphs
+        seen = list(others)  # held, so that no new graph has the id of one that is gone
+        for number in range(1, _MOST_CALLS + 1):
+            # The result of the call before is held meanwhile, as loops do.
+            result = _call(compiled, self._arguments)
+            found = report(compiled)
+            new = _without(found.graphs, seen)
+            seen += new
+            if number >= _FEWEST_CALLS and not new:
+                break
+        del result
+        self.seconds += time.perf_counter() - start
+        before = _without(others, self.graphs)
+        self.graphs = tuple(_without(found.graphs, before))
+        self.pool_bytes = _pool_bytes(found)
+
+
+def _without(graphs: Iterable[Any], others: Iterable[Any]) -> list[Any]:
+    left_out = set(map(id, others))
+    return [graph for graph in graphs if id(graph) not in left_out]
+
+
+def _call(compiled: Callable[..., Any], arguments: Any) -> Any:
+    return compiled(**arguments) if isinstance(arguments, dict) else compiled(*_arguments(arguments))
 
 
 def _arguments(entry: Any) -> tuple[Any, ...]:

@@ -215,10 +215,13 @@ class _RefusingCopy:
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_an_input_that_a_node_cannot_read_is_copied_before_the_replay(held: bool) -> None:
+def test_an_input_that_a_node_cannot_read_is_copied_before_the_replay(
+    held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device, kept = _Refusing(), []
+    arena = Arena(device)
+    monkeypatch.setitem(Arena._of_device, CPU, arena)  # type: ignore[arg-type]
     replayed = _replayed(lambda reason: None)
-    replayed._arena = Arena(device)
     for number in range(6):
         x = torch.full((4,), float(number))
         (y,) = replayed([x])

@@ -1,0 +1,139 @@
+"""Captures the instances of one callable: into which pool, what it means when that fails, when they are dropped."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from graphcap_backend.capture.call_watch import CallWatch
+from graphcap_backend.capture.input_copies import SourceRefusedError
+from graphcap_backend.capture.instance import Instance
+from graphcap_backend.capture.memory_pool import HeldMemoryError
+from graphcap_backend.capture.skip import SkipKind, SkipReason
+
+if TYPE_CHECKING:
+    from graphcap_backend.annotate.config import AnnotationConfig
+    from graphcap_backend.capture.arena import Arena
+    from graphcap_backend.capture.callee import Callee, ReplayLimits
+    from graphcap_backend.capture.family import Family, NextInstance
+    from graphcap_backend.capture.family_table import FamilyTable
+    from graphcap_backend.capture.inputs import InputRoles
+
+logger = logging.getLogger("graphcap_backend")
+
+
+class Capturer:
+    """Finds or makes an instance for a call. All calls under the arena's lock.
+
+    Args:
+        run: the callable, as ``callee.run`` but in the state that AOTAutograd's wrappers call it in.
+        table: where the families are.
+        on_skip: told when a key cannot be captured; may raise.
+        on_capture: told of each instance.
+    """
+
+    def __init__(
+        self,
+        callee: Callee,
+        run: Callable[[list[Any]], Sequence[Any]],
+        *,
+        arena: Arena,
+        table: FamilyTable,
+        limits: ReplayLimits,
+        annotations: AnnotationConfig | None,
+        on_skip: Callable[[SkipReason], None],
+        on_capture: Callable[[Instance], None] | None,
+    ) -> None:
+        self._callee = callee
+        self._run = run
+        self._arena = arena
+        self._table = table
+        self._limits = limits
+        self._annotations = annotations
+        self._on_skip = on_skip
+        self._on_capture = on_capture
+
+    def open_instance(self, family: Family, inputs: list[Any], roles: InputRoles) -> Instance | None:
+        """An instance that may be replayed now, captured if need be; None when capturing fails."""
+        idle = family.idle_for(inputs)
+        if idle is not None or family.full:
+            return idle
+        captured = self._capture(family, inputs, roles)
+        if captured is not None and not family.instances and self._arena.is_loose(captured):
+            captured.release()
+            self._arena.drop_shared()
+            captured = self._capture(family, inputs, roles)
+        if captured is None:
+            family.full = True
+            return None
+        self._table.num_captured += not family.instances
+        family.add(captured)
+        self._let_be_dropped(captured, family)
+        if self._on_capture is not None:
+            self._on_capture(captured)
+        return captured
+
+    def _let_be_dropped(self, instance: Instance, family: Family) -> None:
+        """Once somebody resets the graph (the report gives it away) its key is captured anew, at the next call."""
+        arena, key = self._arena, family.key
+        table, dropped = weakref.ref(self._table), weakref.ref(instance)
+
+        def drop() -> None:
+            alive = table()
+            if alive is not None:
+                with arena.lock:
+                    alive.drop_with(key, dropped())
+
+        instance.drop = drop
+        CallWatch.on(instance.graph, "reset").tell(drop)
+
+    def _capture(self, family: Family, inputs: list[Any], roles: InputRoles) -> Instance | None:
+        read = () if self._callee.is_backward else roles.only_read(inputs)  # a backward may be given memory
+        how = family.next_instance(self._arena.own_among(inputs, read), self._limits.max_held_instances)
+        try:
+            try:
+                return self._instance(how, inputs, roles)
+            except HeldMemoryError:
+                return self._instance(how._replace(pool="copies"), inputs, roles)
+        except SourceRefusedError:
+            raise
+        except Exception as error:
+            # The capture has unwound itself; the uncaptured function serves this and later calls.
+            logger.debug("capture of %s failed", self._callee.name, exc_info=True)
+            if not family.instances:
+                family.refused = SkipReason(
+                    kind=SkipKind.CAPTURE_FAILED,
+                    detail=f"capturing {self._callee.name} raised {type(error).__name__}: {error}",
+                    where=self._callee.where,
+                )
+                self._on_skip(family.refused)
+            return None
+
+    def _instance(self, how: NextInstance, inputs: list[Any], roles: InputRoles) -> Instance:
+        # Buffers made here must be usable outside inference mode, whatever mode this call is in.
+        with torch.inference_mode(False), torch.no_grad():
+            return Instance(
+                self._run,
+                inputs,
+                roles,
+                arena=self._arena,
+                donated=self._donated(roles),
+                constants=self._callee.constants,
+                pool=how.pool,
+                in_place=how.in_place,
+                annotations=self._annotations,
+                where=self._callee.entry(),
+            )
+
+    def _donated(self, roles: InputRoles) -> frozenset[int]:
+        """Inputs whose memory the callable may use for outputs, so that an output there need not be the input.
+
+        A backward may do so with what the forward saved for it alone. At a fixed address it has done so in the
+        caller's tensor; of those that are copied in, the caller's still has what it had before.
+        """
+        saved = frozenset(self._callee.static) if self._callee.is_backward else frozenset()
+        return self._callee.donated | saved.intersection(roles.copied)
