@@ -5,11 +5,13 @@ All values are small whole numbers in float32, so results are equal bit by bit w
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from helpers.shared_memory import shared_from
 from torch import Tensor
 
 from graphcap_backend import report
@@ -52,6 +54,18 @@ def _fallbacks(functions: list[Callable[[Tensor], Tensor]]) -> dict[str, int]:
     return total
 
 
+@pytest.fixture(params=["plain", "shared", "packed"])
+def _sharing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Graphs as they come; or as those that need much memory; and so that each larger one moves all others."""
+    with {
+        "plain": contextlib.nullcontext(),
+        "shared": shared_from(num_bytes=1),
+        "packed": shared_from(num_bytes=1, packed_from=1),
+    }[request.param]:
+        yield
+
+
+@pytest.mark.usefixtures("_sharing")
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_calls_and_kept_results(seed: int) -> None:
     rng = random.Random(seed)
@@ -75,6 +89,7 @@ def test_any_order_of_calls_and_kept_results(seed: int) -> None:
     assert set(_fallbacks(compiled)) == {"warm_up"}
 
 
+@pytest.mark.usefixtures("_sharing")
 def test_a_chain_settles_to_replays_only() -> None:
     eager = _functions()
     compiled = [torch.compile(f, backend="graphcap", dynamic=False) for f in eager]
@@ -112,10 +127,11 @@ def test_sizes_share_memory() -> None:
     del x, y
     torch.cuda.empty_cache()
     one_result = sizes[-1] * 1024 * 4
-    # Input buffer and three activations of the largest, and what does not fit between; all sizes live in there.
-    assert torch.cuda.memory_reserved() - before <= 5 * one_result
+    # The largest one's activations in turns, its held result and cuBLAS's workspace; all sizes live in there.
+    assert torch.cuda.memory_reserved() - before <= 4.5 * one_result
 
 
+@pytest.mark.usefixtures("_sharing")
 def test_output_held_beyond_the_release_of_its_graph() -> None:
     first, _, third = _functions()
     earlier = torch.compile(first, backend="graphcap", dynamic=False)
@@ -135,6 +151,7 @@ def test_output_held_beyond_the_release_of_its_graph() -> None:
             assert torch.equal(held, expected)
 
 
+@pytest.mark.usefixtures("_sharing")
 def test_workspaces_that_others_clear() -> None:
     first, second, _ = _functions()
     multiplies = torch.compile(first, backend="graphcap", dynamic=False)

@@ -48,6 +48,8 @@ class Variety:
     donated: bool
     """Whether backwards may reuse the memory of what was saved for them; they run only once then."""
     options: tuple[tuple[str, Any], ...]
+    shares: bool
+    """Whether graphs share the memory of outputs, and are dropped for larger ones, as if they needed much."""
 
     @classmethod
     def random(cls, seed: int, program: Program) -> Variety:
@@ -71,6 +73,7 @@ class Variety:
                 ("max_graphs", rng.choice([64, 64, 64, 2])),
                 ("max_held_instances", rng.choice([1, 2, 2, 3])),
             ),
+            shares=rng.random() < 0.6,
         )
 
 

@@ -13,6 +13,7 @@ from helpers.backend_calls import compiled, fresh_compiler, parts
 from helpers.random_calls import Variety
 from helpers.random_programs import Program, RandomModule, module_of
 from helpers.random_sequences import CallSequence, Side
+from helpers.shared_memory import shared_from
 from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
@@ -108,6 +109,7 @@ def _compare(seed: int, device: str, generate: bool, sequences: int, names: tupl
                 dynamo_config.patch(recompile_limit=64),
                 functorch_config.patch(donated_buffer=variety.donated),
                 contextlib.nullcontext() if generate else _torch_operators(),
+                shared_from(num_bytes=1, packed_from=1) if variety.shares else contextlib.nullcontext(),
             ):
                 sequence.run(CALLS)
         except Exception as error:
