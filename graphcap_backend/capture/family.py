@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from graphcap_backend.capture.instance import Instance
 
 
+_MOST_SHARED = 8
+"""Instances of one key in the shared pool. Results of other keys that are held may be in the way of some."""
+
+
 class NextInstance(NamedTuple):
     """An instance to be captured."""
 
@@ -58,14 +62,16 @@ class Family:
 
         Args:
             in_place: inputs that it could.
-            max_held: how many take turns, of those that do so and of those that do not; twice as many that share.
+            max_held: how many take turns, of those that do so and of those that do not; of those that share, of how
+                many outputs may be held while one more is captured.
         """
         alike = sum(bool(instance.in_place) for instance in self.instances)
         if not in_place or alike >= max_held:
             alike, in_place = len(self.instances) - alike, ()
         if self.shares:
             # Any two of them may be in each other's way, but each is captured out of the way of what is held then.
-            return NextInstance("shared" if alike < 2 * max_held else "copies", in_place)
+            num_held = sum(instance.is_held() for instance in self.instances)
+            return NextInstance("shared" if num_held <= max_held and alike < _MOST_SHARED else "copies", in_place)
         if alike >= max_held:
             return NextInstance("copies", in_place)
         return NextInstance(sum(not instance.copies for instance in self.instances), in_place)

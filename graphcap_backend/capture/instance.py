@@ -191,6 +191,10 @@ class Instance:
         """Whether a replay would overwrite nothing that somebody still holds."""
         return not any_in_use(self.probes)
 
+    def is_held(self) -> bool:
+        """Whether a caller holds an output of it."""
+        return any(out.in_use() for out in self.owned)
+
     def streams(self) -> set[int | None]:
         """Where callers were given what a replay overwrites (None: on the arena's first stream)."""
         return {out.stream for out in self._watched}

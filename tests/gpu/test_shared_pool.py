@@ -76,8 +76,8 @@ def test_a_loop_settles_in_the_memory_of_one_call_and_one_result() -> None:
             assert torch.equal(y, layers(x))
         assert report(compiled).graphs == graphs
     assert _fallbacks(compiled) == {"warm_up": 1}
-    # Two activations in turns, a held result, cuBLAS's workspace of 32 MiB.
-    assert _pool_bytes(compiled) <= 3 * one + 36 * MIB
+    # Two activations in turns, a held result, cuBLAS's workspace of 32 MiB, the copied weight in 20 MiB.
+    assert _pool_bytes(compiled) <= 3 * one + 56 * MIB
 
 
 def test_small_shapes_find_room_where_large_ones_have_theirs() -> None:
@@ -94,6 +94,7 @@ def test_small_shapes_find_room_where_large_ones_have_theirs() -> None:
         of_all = _pool_bytes(compiled)
         del y, compiled
         torch._dynamo.reset()
+        gc.collect()
         for _ in range(8):
             y = alone(_whole_numbers(SIZES[-1]))
         assert y.shape == (SIZES[-1], WIDTH)
@@ -230,6 +231,7 @@ def test_a_result_that_its_caller_resizes(share: bool) -> None:
                     y.resize_(128, 128).fill_(7)
 
 
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex:UserWarning")
 def test_results_of_several_kinds() -> None:
     """Views of one result, an input, a constant, nothing at all in one tensor, bits of another type."""
     constant = torch.arange(8.0, device="cuda")
