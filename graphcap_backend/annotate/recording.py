@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -194,17 +195,17 @@ class Recording:
             filter_paths=self._filter_paths,
             by_source=self.by_source,
             keys=keys,
-            entries=self._entries(),
+            entries=self._take_entries(),
             provenance=provenance_now() if self.gathers else None,
         )
         with PROCESS.lock:
             PROCESS.records.add(record)
         return record
 
-    def _entries(self) -> list[Entry]:
+    def _take_entries(self) -> Callable[[], list[Entry]]:
+        """What makes the entries of what was recorded. Not now: the end of a capture should cost little, too."""
         events, self._events = self._events, []
-        positions = self._positions or [event[0] for event in events]
-        return [_entry(position, event) for position, event in zip(positions, events, strict=True)]
+        return partial(_entries, events, self._positions or [event[0] for event in events])
 
     def discard(self) -> None:
         """The capture failed: forget everything. The graph may be gone and is not looked at."""
@@ -285,6 +286,10 @@ def _require_source_ids() -> None:
             f"{driver // 1000}.{driver % 1000 // 10}; needed 13.4 of both",
             'Use key_by="exec", or "auto", which is "exec" here',
         )
+
+
+def _entries(events: Sequence[Event], positions: Sequence[int]) -> list[Entry]:
+    return [_entry(position, event) for position, event in zip(positions, events, strict=True)]
 
 
 def _entry(position: int, event: Event) -> Entry:

@@ -85,7 +85,7 @@ class GraphRecord:
         filter_paths: Sequence[str] | None,
         by_source: bool,
         keys: GraphKeys,
-        entries: Sequence[Entry],
+        entries: Callable[[], Sequence[Entry]],
         provenance: Provenance | None,
     ) -> None:
         self.way: Final = way
@@ -93,7 +93,7 @@ class GraphRecord:
         self._by_source = by_source
         self._stacks = config.record_py_stacks
         self._filter_paths = filter_paths
-        self._pending: Sequence[Entry] = entries
+        self._pending: Callable[[], Sequence[Entry]] | None = entries
         self._provenance = provenance
         self._annotations: dict[int, Mapping[str, Any]] = {}
         self._launches: dict[int, Launch] = {}
@@ -138,10 +138,11 @@ class GraphRecord:
         with PROCESS.lock:
             if not self.keys.alive():
                 self._clear()
-            entries, self._pending = self._pending, ()
+            pending, self._pending = self._pending, None
             provenance, self._provenance = self._provenance, None
-            if not entries:
+            if pending is None:
                 return
+            entries = pending()
             self._annotations = {e.node: e.annotation for e in entries if e.annotation is not None}
             if provenance is not None:
                 self._resolve_stacks(entries, provenance)
@@ -227,7 +228,7 @@ class GraphRecord:
         )
 
     def _clear(self) -> None:
-        self._pending, self._provenance = (), None
+        self._pending, self._provenance = None, None
         self._annotations, self._launches, self._ids = {}, {}, None
         self._read_shape, self._body_keys = None, {}
 

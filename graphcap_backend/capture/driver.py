@@ -100,10 +100,10 @@ def graph_nodes(graph: int) -> list[int]:
     """Nodes of a ``CUgraph`` in creation order; it may be under construction."""
     count = ctypes.c_size_t()
     _call("cuGraphGetNodes", _Handle(graph), None, ctypes.byref(count))
-    nodes = (_Handle * count.value)()
+    nodes = (ctypes.c_uint64 * count.value)()  # handles, as numbers
     if count.value:
         _call("cuGraphGetNodes", _Handle(graph), nodes, ctypes.byref(count))
-    return [node or 0 for node in nodes]
+    return nodes[:]
 
 
 def num_nodes(graph: int) -> int:
@@ -192,12 +192,12 @@ def current_context() -> int:
     return context.value or 0
 
 
-def edges(graph: int) -> list[tuple[int, int]]:
-    """(from, to) node handles of all edges of a ``CUgraph``."""
+def edges(graph: int) -> tuple[list[int], list[int]]:
+    """Node handles where the edges of a ``CUgraph`` begin, and those where they end."""
     count = ctypes.c_size_t()
     _call("cuGraphGetEdges_v2", _Handle(graph), None, None, None, ctypes.byref(count))
-    sources, targets = (_Handle * count.value)(), (_Handle * count.value)()
+    sources, targets = (ctypes.c_uint64 * count.value)(), (ctypes.c_uint64 * count.value)()
     data = (ctypes.c_ubyte * (_EDGE_DATA_BYTES * count.value))()
     if count.value:
         _call("cuGraphGetEdges_v2", _Handle(graph), sources, targets, data, ctypes.byref(count))
-    return [(a or 0, b or 0) for a, b in zip(sources, targets, strict=True)]
+    return sources[:], targets[:]

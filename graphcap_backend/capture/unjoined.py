@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from graphcap_backend.capture import driver
@@ -18,16 +18,20 @@ _JOIN = (
 _HOW_TO_SEE = 'To see where, capture again with enable_annotations=True, annotation_config={"record_py_stacks": True}'
 
 
-def first_unjoined(nodes: Sequence[int], edges: Iterable[tuple[int, int]], frontier: Iterable[int]) -> int | None:
+def first_unjoined(
+    nodes: Sequence[int], sources: Sequence[int], targets: Sequence[int], frontier: Sequence[int]
+) -> int | None:
     """Position of the first node that the frontier does not depend on, or None.
 
     Args:
         nodes: handles in creation order.
-        edges: (from, to) handles.
+        sources, targets: handles, of the nodes where each edge begins and ends.
         frontier: handles that the capturing stream's next work would wait for.
     """
+    if set(nodes).difference(sources) <= set(frontier):  # all ends, so all nodes; the others need a search
+        return None
     before: dict[int, list[int]] = {}
-    for source, target in edges:
+    for source, target in zip(sources, targets, strict=True):
         before.setdefault(target, []).append(source)
     joined, waiting = set(frontier), list(frontier)
     while waiting:
@@ -35,7 +39,7 @@ def first_unjoined(nodes: Sequence[int], edges: Iterable[tuple[int, int]], front
             if node not in joined:
                 joined.add(node)
                 waiting.append(node)
-    return next((index for index, node in enumerate(nodes) if node not in joined), None)
+    return next(index for index, node in enumerate(nodes) if node not in joined)
 
 
 class _CaptureAboutToFail:
@@ -58,7 +62,7 @@ def check_joined(info: driver.CaptureInfo, recording: Recording) -> None:
     Raises:
         UnjoinedStreamError: there is such a fork.
     """
-    index = first_unjoined(driver.graph_nodes(info.graph), driver.edges(info.graph), info.frontier)
+    index = first_unjoined(driver.graph_nodes(info.graph), *driver.edges(info.graph), info.frontier)
     if index is None:
         return
     stack = recording.seal(_CaptureAboutToFail()).stack(index)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from graphcap_backend.capture.unjoined import first_unjoined
@@ -31,9 +29,11 @@ from graphcap_backend.capture.unjoined import first_unjoined
 def test_first_unjoined(
     nodes: list[int], edges: list[tuple[int, int]], frontier: list[int], expected: int | None
 ) -> None:
-    assert first_unjoined(nodes, edges, frontier) == expected
+    sources, targets = [source for source, _ in edges], [target for _, target in edges]
+    assert first_unjoined(nodes, sources, targets, frontier) == expected
 
 
-def test_deep_graphs_need_no_recursion() -> None:
+@pytest.mark.parametrize(("last", "expected"), [(19_999, None), (19_998, 19_999)])
+def test_deep_graphs_need_no_recursion(last: int, expected: int | None) -> None:
     nodes = list(range(20_000))
-    assert first_unjoined(nodes, itertools.pairwise(nodes), [nodes[-1]]) is None
+    assert first_unjoined(nodes, nodes[:-1], nodes[1:], [last]) == expected
