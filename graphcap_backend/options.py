@@ -36,7 +36,8 @@ class GraphcapOptions:
     it once, "error" raises :class:`SkippedError`, at every such call and before the call does anything. Calls that
     run uncaptured as they should are no error: the first at each shape, sizes that ``capture_sizes`` leaves out."""
     max_held_instances: int = 2
-    """How many instances of one graph take turns when callers keep outputs; beyond that, outputs are copied."""
+    """How many instances of one graph take turns when callers keep outputs; beyond that, outputs are copied. Where
+    calls need much memory, instances are more, and this is how many outputs may be held before they are copied."""
 
     def __post_init__(self) -> None:
         for name in ("host_capture", "record_stacks"):

@@ -6,11 +6,11 @@ One key (shape key and static addresses) goes through these states:
                       |
                       '-> refused (capture failed, or inputs that cannot be copied in)
 
-A call at a captured key takes the first way that is open:
+A call at a captured key takes the first way that is open (``Family.next_instance``):
 
-    1. an idle instance whose outputs are handed out as aliases (up to ``max_held_instances``, captured when
-       all others are in use: two take turns in ``y = f(x)`` loops),
-    2. the copying instance, captured when callers hold all of these; its outputs are the caller's own.
+    1. an idle instance whose outputs are handed out as aliases, captured when all others are in use: two take
+       turns in ``y = f(x)`` loops,
+    2. the copying instance, captured when callers hold too many; its outputs are the caller's own.
 """
 
 from __future__ import annotations
