@@ -240,7 +240,7 @@ class Replayed:
         if instance is None:
             return self._uncaptured(inputs, family.refused.kind if family.refused else SkipKind.OUTPUTS_HELD)
         if not self._arena.order(instance):
-            return self._uncaptured(inputs, SkipKind.ALREADY_CAPTURING)
+            return self._uncaptured(inputs, SkipKind.STREAM_CAPTURED)
         if not self._roles_met().written_back:
             # Which inputs overlap is no part of the key, so with write-backs every call comes this way.
             self._table.current = family

@@ -32,8 +32,9 @@ class SkipKind(StrEnum):
     OUTPUTS_HELD = "outputs_held"
     """Every instance of the graph still had an output in use, so the call ran uncaptured."""
     ALREADY_CAPTURING = "already_capturing"
-    """The call was made inside somebody's capture and became part of it, or a replay would have had to wait for a
-    stream that is being captured."""
+    """The call was made inside somebody's capture and became part of it."""
+    STREAM_CAPTURED = "stream_captured"
+    """A replay would have had to wait for a stream that somebody is capturing, and so become part of that."""
     WARM_UP = "warm_up"
     """The first call at a key runs uncaptured."""
 

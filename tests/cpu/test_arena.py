@@ -192,6 +192,30 @@ def test_a_number_that_keeps_changing_is_refused_at_every_call_from_the_fourth_o
     assert [notice.kind for notice in replayed.notices] == ["changing_number"]
 
 
+class _Capturing(StreamedHost):
+    """Somebody captures stream 0."""
+
+    @staticmethod
+    def is_captured(stream: int) -> bool:
+        return stream == 0
+
+
+def test_a_call_that_would_wait_for_a_captured_stream_runs_uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, x = _Capturing(), torch.ones(4)
+    arena = Arena(device)
+    monkeypatch.setitem(Arena._of_device, CPU, arena)  # type: ignore[arg-type]
+    replayed = _replayed(lambda reason: None)
+    for _ in range(3):
+        replayed([x])
+    device.now = 7
+    assert replayed([x])[0].tolist() == [2.0] * 4
+    assert device.waits == []
+    assert replayed.fallbacks == {SkipKind.WARM_UP: 1, SkipKind.STREAM_CAPTURED: 1}
+    device.now = 0
+    assert replayed([x])[0].tolist() == [2.0] * 4
+    assert replayed.num_replays == 3
+
+
 class _Refusing(StreamedHost):
     """Graphs here copy their inputs by nodes, and the driver takes another source for them no more than once."""
 
