@@ -25,6 +25,7 @@ from graphcap_backend.capture.callee import Callee, ReplayLimits, Witness
 from graphcap_backend.capture.outputs import picker
 from graphcap_backend.capture.replay import Replayed
 from graphcap_backend.capture.skip import SkipKind, SkipReason
+from graphcap_backend.compiled_graphs import Subgraph, Unsafe, Wrapper
 from graphcap_backend.errors import NotWarmedUpError, SkippedError
 from graphcap_backend.options import GraphcapOptions, split_options
 from graphcap_backend.report import log_capture
@@ -77,7 +78,7 @@ class Region:
         """The torch.compile wrapper that this region was compiled for."""
         return self._owner() if self._owner is not None else None
 
-    def captured(self, subgraph: inductor.Subgraph) -> Callable[[list[Any]], Sequence[Any]]:
+    def captured(self, subgraph: Subgraph) -> Callable[[list[Any]], Sequence[Any]]:
         """Inductor hands over a subgraph that may be captured."""
         kind = _kind(subgraph.is_backward, subgraph.is_inference)
         region = weakref.ref(self)
@@ -111,7 +112,7 @@ class Region:
         )
         return replayed
 
-    def unsafe(self, graph: inductor.Unsafe) -> None:
+    def unsafe(self, graph: Unsafe) -> None:
         """Inductor says that a subgraph must not be captured, or it runs on the CPU."""
         kind = "backward" if graph.is_backward else "forward"
         if graph.on_cpu:
@@ -130,7 +131,7 @@ class Region:
         if reason.kind is not SkipKind.NOTHING_TO_CAPTURE:
             self.say(name, reason)
 
-    def loaded(self, wrapper: inductor.Wrapper) -> None:
+    def loaded(self, wrapper: Wrapper) -> None:
         """A generated module is in use: remember where its kernels come from."""
         self._origins.append(
             register_wrapper(

@@ -5,6 +5,10 @@ subgraph, and every partition of one, to the caller's hooks instead of to torch'
 keeps its own eligibility checks, caches and partitioning: they end in ``CompiledFxGraph.post_compile``
 (also after a cache hit, also for a backward compiled late), which calls ``compile_fx.cudagraphify``. Both
 names are replaced once per process by a switch that goes our way only on a thread that is compiling for us.
+
+The other sections are what captures and stacks need of generated modules: calls of their kernels, calls of whole
+regions, their line maps. What needs no Inductor is elsewhere: the data handed over (``compiled_graphs``), FX stack
+traces (``fx_traces``), functions replaced for a while (``call_patches``).
 """
 
 from __future__ import annotations
@@ -12,88 +16,32 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-import hashlib
 import json
 import re
 import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import BuiltinFunctionType, ModuleType
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphcap_backend.call_patches import (
+    AllocationPatch,
+    CompiledCallSink,
+    HostKernelSink,
+    KernelPatch,
+    Patch,
+    RegionPatch,
+)
+from graphcap_backend.compiled_graphs import Hooks, Subgraph, Unsafe, Wrapper, describe_wrapper
 from graphcap_backend.errors import NotWarmedUpError
+from graphcap_backend.fx_traces import innermost_line, tag_nodes, trace_untraced
 
 # --- compile seam ------------------------------------------------------------------------------------
-
-SCOPE_FRAME = "<graphcap "
-"""File name, up to its JSON, of the pseudo frame that carries module path and scope through Inductor."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Subgraph:
-    """What Inductor hands over: one compiled FX graph, or one partition of it."""
-
-    run: Callable[[list[Any]], Sequence[Any]]
-    device: torch.device
-    static: tuple[int, ...]
-    mutated: tuple[int, ...]
-    donated: frozenset[int]
-    """Inputs made by an earlier partition, which this one may overwrite."""
-    constants: tuple[Tensor, ...]
-    is_backward: bool
-    is_inference: bool
-    partition: int
-    num_partitions: int
-    covers_whole_graph: bool
-    """Whether nothing of the FX graph runs outside this callable."""
-    sizes: tuple[int, ...] | None
-    """Which inputs are symbolic sizes by themselves, and not computed from such; None: all that are ints."""
-    where: str | None
-    """A line of the user's code that this subgraph came from, "file:line:function"."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Unsafe:
-    """A compiled FX graph that Inductor says must not be captured, or that runs on no GPU."""
-
-    reason: str
-    on_cpu: bool
-    launches: bool
-    """False for work on tensors without elements: there is nothing to capture."""
-    is_backward: bool
-    where: str | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wrapper:
-    """A generated module and where its kernels come from, by provenance handle ("triton_poi_fused_gelu_0:2")."""
-
-    path: str
-    source_code: str
-    stack_traces: Mapping[str, Sequence[str]]
-    modules: Mapping[str, Sequence[str]]
-    annotations: Mapping[str, Sequence[Mapping[str, Any]]]
-
-
-class Hooks(Protocol):
-    """What the backend does with compiled subgraphs."""
-
-    host_capture: bool
-
-    def captured(self, subgraph: Subgraph) -> Callable[[list[Any]], Sequence[Any]]:
-        """The callable to use in place of ``subgraph.run``."""
-
-    def unsafe(self, graph: Unsafe) -> None:
-        """A graph stays as Inductor made it."""
-
-    def loaded(self, wrapper: Wrapper) -> None:
-        """A generated module is in use."""
 
 
 class _Compile:
@@ -171,7 +119,7 @@ class _Seam:
                 num_partitions=num_partitions,
                 covers_whole_graph=num_partitions == 1 and _only_calls_partition(graph),
                 sizes=None if _partitions(graph) else _sizes(graph),  # partitions take plain sizes only
-                where=_first_line(kwargs.get("stack_traces") or ()) or _where(graph),
+                where=innermost_line(kwargs.get("stack_traces") or ()) or _where(graph),
             )
         )
 
@@ -239,13 +187,15 @@ def compile_with_hooks(
     from torch._inductor.utils import BoxedBool
 
     seam = _seam()
-    tag = _tag_nodes(gm) + _aliasing(example_inputs)
+    tag = tag_nodes(gm) + _aliasing(example_inputs)
 
     def inner(inner_gm: Any, inner_inputs: Any, **kwargs: Any) -> Any:
         # A backward is compiled when it first runs, on whatever thread; before 2.14 patched configuration is
         # the process's, so other compiles must stay out meanwhile.
         with compile_lock, seam.active(hooks), _cache_tag(tag), config.patch(dict(patches)):
-            _trace_rewritten(inner_gm)
+            # A pattern of Inductor's keeps traces on its outputs only: of an attention that it fused, the call
+            # itself would have none.
+            trace_untraced(inner_gm)
             return compile_fx_inner(inner_gm, inner_inputs, **{**kwargs, "cudagraphs": BoxedBool(True)})
 
     with compile_lock, seam.active(hooks), _cache_tag(tag):
@@ -266,41 +216,6 @@ def _cache_tag(tag: str) -> Iterator[None]:
         yield
 
 
-def _tag_nodes(gm: torch.fx.GraphModule) -> str:
-    """Put module path and scope of each node in front of its stack trace; return a digest of all.
-
-    Stack traces are what AOTAutograd and Inductor carry to every kernel, forward and backward, cached or not.
-    """
-    digest = hashlib.sha256()
-    for node in gm.graph.nodes:
-        # Empty where no line of the user's ran: in a torch.nn.Sequential, say.
-        trace = node.meta.get("stack_trace") or ""
-        if node.op in ("placeholder", "output"):
-            continue
-        origin: dict[str, Any] = {}
-        if module := _module_path(node.meta.get("nn_module_stack")):
-            origin["module"] = module
-        if scope := (node.meta.get("custom") or {}).get("graphcap"):
-            origin["scope"] = scope
-        if origin:
-            trace = f'  File "{SCOPE_FRAME}{_quoted(origin)}>", line 1, in scope\n    pass\n{trace}'
-            node.meta["stack_trace"] = trace
-        digest.update(trace.encode())
-    return digest.hexdigest()[:16]
-
-
-def _trace_rewritten(gm: torch.fx.GraphModule) -> None:
-    """Give nodes that a pattern of Inductor's put in the stack trace of what reads them.
-
-    It keeps traces on a pattern's outputs only: of an attention that it fused, the call itself would have none.
-    """
-    for node in reversed(gm.graph.nodes):
-        if node.op == "call_function" and not node.meta.get("stack_trace"):
-            traces = (user.meta.get("stack_trace") for user in node.users)
-            if trace := next(filter(None, traces), None):
-                node.meta["stack_trace"] = trace
-
-
 def _aliasing(inputs: Sequence[Any]) -> str:
     """Which inputs share memory, and where in it they lie; empty when none do.
 
@@ -314,54 +229,13 @@ def _aliasing(inputs: Sequence[Any]) -> str:
     return ";".join(",".join(places) for places in by_storage.values() if len(places) > 1)
 
 
-def _quoted(origin: Mapping[str, Any]) -> str:
-    # Hex keeps quotes and newlines of user values out of a line that others parse.
-    return json.dumps(origin, sort_keys=True, default=repr).encode().hex()
-
-
-def _module_path(stack: Mapping[str, tuple[str, Any]] | None) -> str | None:
-    """ "blocks.0.mlp" for the innermost module of Dynamo's nn_module_stack, or None at the top."""
-    if not stack:
-        return None
-    path = list(stack.values())[-1][0]
-    path = re.sub(r"_modules\['([^']*)'\]|\['([^']*)'\]", r".\1\2", path)
-    path = re.sub(r"\[(\d+)\]", r".\1", path)
-    parts = [part for part in path.split(".") if part]
-    return ".".join(parts[2:]) or None if parts[:1] == ["L"] else ".".join(parts) or None
-
-
 def _describe_wrapper(graph: Any) -> Wrapper:
-    traces: dict[str, list[str]] = {}
-    modules: dict[str, list[str]] = {}
-    scopes: dict[str, list[Mapping[str, Any]]] = {}
-    for handle, stacks in _stacks_of_calls(graph).items():
-        for stack in stacks:
-            origin, rest = _split_scope_frame(stack)
-            traces.setdefault(handle, []).append(rest)
-            if "module" in origin and origin["module"] not in modules.setdefault(handle, []):
-                modules[handle].append(origin["module"])
-            if "scope" in origin and origin["scope"] not in scopes.setdefault(handle, []):
-                scopes[handle].append(origin["scope"])
     code = getattr(graph.current_callable, "__code__", None)
-    path = code.co_filename if code is not None else ""
-    return Wrapper(
-        path=path, source_code=graph.source_code or "", stack_traces=traces, modules=modules, annotations=scopes
+    return describe_wrapper(
+        path=code.co_filename if code is not None else "",
+        source_code=graph.source_code or "",
+        traces_by_handle=_traces_of_calls(graph),
     )
-
-
-def _split_scope_frame(stack: str) -> tuple[dict[str, Any], str]:
-    start = stack.find(SCOPE_FRAME)
-    if start < 0:
-        return {}, stack
-    end = stack.index(">", start)
-    rest = stack[stack.index("\n", end) + 1 :]
-    return read_scope_frame(stack[start : end + 1]), rest.removeprefix("    pass\n")
-
-
-def read_scope_frame(file: str) -> dict[str, Any]:
-    """What the pseudo frame with this file name carries: "module", a path, and "scope", an annotation, if known."""
-    origin: dict[str, Any] = json.loads(bytes.fromhex(file[len(SCOPE_FRAME) : -1]).decode())
-    return origin
 
 
 def _partitions(graph: Any) -> Sequence[Any]:
@@ -441,29 +315,17 @@ def _unsafe(graph: Any, reason: str) -> Unsafe:
     )
 
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-
-
-def _first_line(stack_traces: Sequence[str | None]) -> str | None:
-    """Innermost user line of the first stack trace there is."""
-    for trace in stack_traces:
-        frames = [frame for frame in _FRAME.findall(trace or "") if not frame[0].startswith(SCOPE_FRAME)]
-        if frames:
-            return ":".join(frames[-1])
-    return None
-
-
 _HANDLES = re.compile(r"# \[Provenance debug handles\] (.+)$", re.MULTILINE)
 
 
 def _where(graph: Any, reason: str = "") -> str | None:
     """A line for messages: the one Inductor names in its reason, else the first kernel's."""
-    if line := _first_line([reason]):
+    if line := innermost_line([reason]):
         return line
-    return _first_line([stack for stacks in _stacks_of_calls(graph).values() for stack in stacks])
+    return innermost_line([stack for stacks in _traces_of_calls(graph).values() for stack in stacks])
 
 
-def _stacks_of_calls(graph: Any) -> dict[str, list[str]]:
+def _traces_of_calls(graph: Any) -> dict[str, list[str]]:
     """Stack traces of what each kernel call of a wrapper was made from, by the handle written beside the call.
 
     A backward that is compiled when it first runs comes with the stacks of those compiled before it, too.
@@ -495,78 +357,7 @@ def _whole_cpu_graph(graph: Any, constants: Any) -> Subgraph:
 # --- Host kernels (HostGraph) ---------------------------------------------------------------
 
 
-class HostKernelSink(Protocol):
-    """Who gets the kernel calls of generated modules, for calls on ``thread``."""
-
-    thread: int
-
-    def launch_kernel(
-        self, name: str, kernel: Callable[..., Any], args: tuple[Any, ...], writes: Sequence[bool]
-    ) -> None:
-        """Take the place of ``kernel(*args)``; ``writes`` says which arguments it may write."""
-
-    def allocate(self, allocate: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Take the place of ``allocate(*args)``, which makes an uninitialised buffer."""
-
-
-class _Patch:
-    """Stands where a generated module had a function, for as long as a capture needs it.
-
-    It carries the captures that wait for calls, by thread, so that captures of several threads
-    may come and go in any order; calls of other threads go straight through.
-    """
-
-    lock: ClassVar[threading.RLock] = threading.RLock()
-
-    def __init__(self, original: Callable[..., Any]) -> None:
-        self.original = original
-        self.sinks: dict[int, HostKernelSink] = {}
-
-    @classmethod
-    def add(cls, owner: Any, name: str, sink: HostKernelSink, make: Callable[..., _Patch]) -> None:
-        with cls.lock:
-            patch = owner.__dict__[name]
-            if not isinstance(patch, cls):
-                patch = make(patch)
-                setattr(owner, name, patch)
-            patch.sinks[sink.thread] = sink
-
-    @classmethod
-    def remove(cls, owner: Any, name: str, sink: HostKernelSink) -> None:
-        with cls.lock:
-            patch = owner.__dict__.get(name)
-            if isinstance(patch, cls):
-                patch.sinks.pop(sink.thread, None)
-                if not patch.sinks:
-                    setattr(owner, name, patch.original)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.original(*args, **kwargs)
-
-
-class _KernelPatch(_Patch):
-    def __init__(self, original: Callable[..., Any], name: str, types: Sequence[str]) -> None:
-        super().__init__(original)
-        self.name, self.types = name, types
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        sink = self.sinks.get(threading.get_ident())
-        if sink is None or kwargs:
-            return self.original(*args, **kwargs)
-        known = self.types if len(self.types) == len(args) else ("",) * len(args)
-        writes = [not argument_type.startswith("const ") for argument_type in known]
-        return sink.launch_kernel(self.name, self.original, args, writes)
-
-
-class _AllocationPatch(_Patch):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        sink = self.sinks.get(threading.get_ident())
-        if sink is None or kwargs:
-            return self.original(*args, **kwargs)
-        return sink.allocate(self.original, args)
-
-
-class _LoaderPatch(_Patch):
+class _LoaderPatch(Patch[HostKernelSink]):
     """In place of ``PyCodeCache.load_by_key_path``: modules compiled inside a capture."""
 
     def __init__(self, original: Any) -> None:
@@ -576,7 +367,7 @@ class _LoaderPatch(_Patch):
     def __get__(self, instance: Any, owner: type) -> Callable[..., ModuleType]:
         def load(*args: Any, **kwargs: Any) -> ModuleType:
             module: ModuleType = self.original.__get__(instance, owner)(*args, **kwargs)
-            with _Patch.lock:
+            with Patch.lock:
                 for sink in self.sinks.values():
                     _patch_module(module, sink)
                     self.patched.append((sink, module))
@@ -594,7 +385,7 @@ def _host_kernels(module: ModuleType) -> dict[str, Sequence[str]]:
     return {
         name: types.get(name, ())
         for name, value in vars(module).items()
-        if isinstance(value, _KernelPatch) or (isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel")
+        if isinstance(value, KernelPatch) or (isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel")
     }
 
 
@@ -613,14 +404,14 @@ def _patch_module(module: ModuleType, sink: HostKernelSink) -> None:
     if "async_compile" in vars(module) or "empty_strided_cpu" in vars(module):
         kernels = _host_kernels(module)
     for name, types in kernels.items():
-        _Patch.add(module, name, sink, functools.partial(_KernelPatch, name=name, types=types))
+        Patch.add(module, name, sink, functools.partial(KernelPatch, name=name, types=types))
     if "empty_strided_cpu" in vars(module):
-        _Patch.add(module, "empty_strided_cpu", sink, _AllocationPatch)
+        Patch.add(module, "empty_strided_cpu", sink, AllocationPatch)
 
 
 def _unpatch_module(module: ModuleType, sink: HostKernelSink) -> None:
-    for name in [name for name, value in vars(module).items() if isinstance(value, _Patch)]:
-        _Patch.remove(module, name, sink)
+    for name in [name for name, value in vars(module).items() if isinstance(value, Patch)]:
+        Patch.remove(module, name, sink)
 
 
 @contextlib.contextmanager
@@ -648,44 +439,23 @@ def host_kernels_recorded(sink: HostKernelSink) -> Iterator[None]:
     prefix = "torch._inductor.runtime.compile_tasks."
     named = [module for name, module in list(sys.modules.items()) if name.startswith(prefix)]
     modules = {id(module): module for module in (*cache.modules, *named)}
-    with _Patch.lock:
+    with Patch.lock:
         for module in modules.values():
             _patch_module(module, sink)
-        _Patch.add(cache, "load_by_key_path", sink, _LoaderPatch)
+        Patch.add(cache, "load_by_key_path", sink, _LoaderPatch)
         loader = cache.__dict__["load_by_key_path"]
     try:
         yield
     finally:
-        with _Patch.lock:
+        with Patch.lock:
             late = [module for owner, module in loader.patched if owner is sink]
             loader.patched = [pair for pair in loader.patched if pair[0] is not sink]
             for module in (*modules.values(), *late):
                 _unpatch_module(module, sink)
-            _Patch.remove(cache, "load_by_key_path", sink)
-
-
-# --- end of host kernels ----------------------------------------------------------------------
+            Patch.remove(cache, "load_by_key_path", sink)
 
 
 # --- calls of compiled regions (capture/liveness) ---------------------------------------------
-
-
-class CompiledCallSink(Protocol):
-    """Who is shown the calls of compiled regions on ``thread``."""
-
-    thread: int
-
-    def call_compiled(self, call: Callable[[Any], Any], inputs: Any) -> Any:
-        """Return ``call(inputs)``; ``inputs`` is the list of all the region reads, which the call may clear."""
-
-
-class _CallPatch(_Patch):
-    """In place of ``CompiledFxGraph.__call__``."""
-
-    def __get__(self, instance: Any, owner: type) -> Callable[[Any], Any]:
-        call: Callable[[Any], Any] = self.original.__get__(instance, owner)
-        sink = cast(CompiledCallSink | None, self.sinks.get(threading.get_ident()))
-        return call if sink is None else functools.partial(sink.call_compiled, call)
 
 
 @contextlib.contextmanager
@@ -696,14 +466,11 @@ def compiled_calls_shown(sink: CompiledCallSink) -> Iterator[None]:
         yield
         return
     region = output_code.CompiledFxGraph
-    _Patch.add(region, "__call__", cast(Any, sink), _CallPatch)
+    Patch.add(region, "__call__", sink, RegionPatch)
     try:
         yield
     finally:
-        _Patch.remove(region, "__call__", cast(Any, sink))
-
-
-# --- end of calls of compiled regions ---------------------------------------------------------
+        Patch.remove(region, "__call__", sink)
 
 
 # --- line maps (annotate) -----------------------------------------------------------------------------
@@ -717,6 +484,3 @@ def line_maps() -> dict[str, Any]:
     from torch._inductor.codecache import PyCodeCache
 
     return dict(PyCodeCache.linemaps)
-
-
-# --- end of line maps ---------------------------------------------------------------------------------

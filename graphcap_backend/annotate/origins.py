@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from graphcap_backend.annotate.process import PROCESS
 from graphcap_backend.annotate.scopes import FORWARD_ONLY, merge_annotations
-from graphcap_backend.inductor import SCOPE_FRAME, read_scope_frame
+from graphcap_backend.fx_traces import SCOPE_FRAME, read_scope_frame
 
 Frame = tuple[str, int, str]
 """File, line, function."""

@@ -26,7 +26,7 @@ from graphcap_backend.annotate.origins import (
     parse_stack,
 )
 from graphcap_backend.annotate.process import PROCESS
-from graphcap_backend.inductor import SCOPE_FRAME
+from graphcap_backend.fx_traces import SCOPE_FRAME
 
 _OWN_ROOT: Final = str(Path(graphcap_backend.__file__ or "").parent) + os.sep
 _DEMO: Final = _OWN_ROOT + "demo.py"

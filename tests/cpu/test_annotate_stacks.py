@@ -18,7 +18,7 @@ from graphcap_backend.annotate.config import AnnotationConfig
 from graphcap_backend.annotate.origins import KernelOrigin, WrapperOrigins
 from graphcap_backend.annotate.scopes import FORWARD_ONLY
 from graphcap_backend.annotate.stacks import Provenance, StackFilter, describe
-from graphcap_backend.inductor import SCOPE_FRAME
+from graphcap_backend.fx_traces import SCOPE_FRAME
 
 ROOT = str(Path(graphcap_backend.__file__).parent)
 NOTHING = Provenance(wrappers={}, line_maps={})
