@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("graphcap_backend")
 
+_MUCH_MEMORY_BYTES = 32 << 20
+"""From here on graphs are captured where all memory is shared, which may take more captures. cuBLAS's workspace on a
+recent GPU is as much, and each pool would have one."""
+
 
 class Capturer:
     """Finds or makes an instance for a call. All calls under the arena's lock.
@@ -56,6 +60,8 @@ class Capturer:
         self._annotations = annotations
         self._on_skip = on_skip
         self._on_capture = on_capture
+        self._shares = False
+        """Whether instances go into the shared pool, since one of some key needed much memory."""
 
     def open_instance(self, family: Family, inputs: list[Any], roles: InputRoles) -> Instance | None:
         """An instance that may be replayed now, captured if need be; None when capturing fails."""
@@ -63,9 +69,7 @@ class Capturer:
         if idle is not None or family.full:
             return idle
         captured = self._capture(family, inputs, roles)
-        if captured is not None and not family.instances and self._arena.is_loose(captured):
-            captured.release()
-            self._arena.drop_shared()
+        while captured is not None and not family.instances and self._is_misplaced(family, captured):
             captured = self._capture(family, inputs, roles)
         if captured is None:
             family.full = True
@@ -76,6 +80,20 @@ class Capturer:
         if self._on_capture is not None:
             self._on_capture(captured)
         return captured
+
+    def _is_misplaced(self, family: Family, first: Instance) -> bool:
+        """Whether the first instance of a key is better captured elsewhere. Then it is released, and room was made."""
+        if not self._shares and self._callee.may_share_outputs and first.touched.exact:
+            self._shares = first.touched.num_bytes >= _MUCH_MEMORY_BYTES
+            if self._shares:
+                first.release()
+                self._table.drop_others(family)
+                return True
+        if self._arena.is_loose(first):
+            first.release()
+            self._arena.drop_shared()
+            return True
+        return False
 
     def _let_be_dropped(self, instance: Instance, family: Family) -> None:
         """Once somebody resets the graph (the report gives it away) its key is captured anew, at the next call."""
@@ -93,7 +111,9 @@ class Capturer:
 
     def _capture(self, family: Family, inputs: list[Any], roles: InputRoles) -> Instance | None:
         read = () if self._callee.is_backward else roles.only_read(inputs)  # a backward may be given memory
-        how = family.next_instance(self._arena.own_among(inputs, read), self._limits.max_held_instances)
+        in_place = self._arena.own_among(inputs, read)
+        shares = self._shares and self._arena.device.may_share_outputs()
+        how = family.next_instance(in_place, self._limits.max_held_instances, shares=shares)
         try:
             try:
                 return self._instance(how, inputs, roles)

@@ -47,7 +47,6 @@ class Device(Protocol):
     """Whether inputs may be copied by nodes of the graph."""
 
     def made_current(self) -> contextlib.AbstractContextManager[Any]: ...
-    def num_bytes_allocated(self) -> int: ...
     def capture_input_copies(
         self, graph: Any, inputs: Sequence[Any], buffers: dict[int, Tensor], where: str | None
     ) -> list[InputCopy]: ...
@@ -79,10 +78,6 @@ class CudaDevice:
     def made_current(self) -> contextlib.AbstractContextManager[Any]:
         # Captures begin on the current device. Replays need no such care: torch takes the device of the graph.
         return torch.cuda.device(self._index)
-
-    def num_bytes_allocated(self) -> int:
-        """Bytes allocated since the process began, freed ones included."""
-        return int(torch.cuda.memory_stats(self._index).get("allocated_bytes.all.allocated", 0))
 
     def capture_input_copies(
         self, graph: Any, inputs: Sequence[Any], buffers: dict[int, Tensor], where: str | None
@@ -156,10 +151,6 @@ class HostDevice:
     def made_current(self) -> contextlib.AbstractContextManager[Any]:
         """The host is one device."""
         return contextlib.nullcontext()
-
-    def num_bytes_allocated(self) -> int:
-        """Not known on the host."""
-        return 0
 
     def capture_input_copies(
         self, graph: Any, inputs: Sequence[Any], buffers: dict[int, Tensor], where: str | None

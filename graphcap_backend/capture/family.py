@@ -47,28 +47,27 @@ class Family:
     """Whether capturing one more instance has failed."""
     statics: tuple[StorageWeakRef, ...] = ()
     """Storages of the static inputs. Once one is gone, no call can come with this key."""
-    shares: bool = False
-    """Whether instances are captured into the shared pool: those that need much memory."""
 
     def idle_for(self, inputs: Sequence[Any]) -> Instance | None:
         """The first instance that may be replayed with these inputs now."""
         for instance in self.instances:
-            if instance.idle() and instance.finds(inputs):
+            if instance.idle() and instance.serves(inputs):
                 return instance
         return None
 
-    def next_instance(self, in_place: tuple[int, ...], max_held: int) -> NextInstance:
+    def next_instance(self, in_place: tuple[int, ...], max_held: int, *, shares: bool) -> NextInstance:
         """What to capture when none is idle.
 
         Args:
             in_place: inputs that it could.
             max_held: how many take turns, of those that do so and of those that do not; of those that share, of how
                 many outputs may be held while one more is captured.
+            shares: whether it goes into the shared pool.
         """
         alike = sum(bool(instance.in_place) for instance in self.instances)
         if not in_place or alike >= max_held:
             alike, in_place = len(self.instances) - alike, ()
-        if self.shares:
+        if shares:
             # Any two of them may be in each other's way, but each is captured out of the way of what is held then.
             num_held = sum(instance.is_held() for instance in self.instances)
             return NextInstance("shared" if num_held <= max_held and alike < _MOST_SHARED else "copies", in_place)

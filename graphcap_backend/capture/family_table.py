@@ -69,6 +69,12 @@ class FamilyTable:
             if any(storage.expired() for storage in family.statics):  # type: ignore[no-untyped-call]
                 self._drop(family)
 
+    def drop_others(self, family: Family) -> None:
+        """Drop all families but one; their keys are captured anew."""
+        for other in self:
+            if other is not family:
+                self._drop(other)
+
     def clear(self) -> None:
         """Release all."""
         while self._families:

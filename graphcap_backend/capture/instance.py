@@ -61,6 +61,8 @@ class Instance:
         """
         self.copies = pool == "copies"
         self.in_place = tuple((i, inputs[i].data_ptr()) for i in in_place)
+        self.serves_all = not in_place and pool != "shared"
+        """Whether any call of its key will do, as far as the probes allow one at all."""
         roles = roles.reading_in_place(in_place)
         donated = donated.difference(in_place)  # there it is the memory of another graph
         self.num_replays = 0
@@ -183,13 +185,22 @@ class Instance:
             if storage not in foreign
         ]
 
-    def finds(self, inputs: Sequence[Any]) -> bool:
-        """Whether the inputs that are read in place are there."""
-        return all(inputs[i].data_ptr() == address for i, address in self.in_place)
+    def serves(self, inputs: Sequence[Any]) -> bool:
+        """Whether the inputs that are read in place are there, and no other graph's output is in the way.
+
+        Asked of instances that share or read in place; the rest serve whenever their probes say so.
+        """
+        for i, address in self.in_place:
+            if inputs[i].data_ptr() != address:
+                return False
+        return self._in_nobodys_way()
+
+    def _in_nobodys_way(self) -> bool:
+        return not isinstance(self._pool, SharedPool) or not self._pool.holds_any(self._others)
 
     def idle(self) -> bool:
         """Whether a replay would overwrite nothing that somebody still holds."""
-        return not any_in_use(self.probes)
+        return not any_in_use(self.probes) and self._in_nobodys_way()
 
     def is_held(self) -> bool:
         """Whether a caller holds an output of it."""
@@ -210,8 +221,11 @@ class Instance:
         self.refresh_probes()
 
     def refresh_probes(self) -> None:
-        """Baselines of watched outputs have changed."""
-        self.probes = [out.probe() for out in self._watched]
+        """Watched outputs or their baselines have changed."""
+        # In a shared pool those of others are many, and few of them are handed out: the pool knows which.
+        own = self.is_shared
+        self.probes = [out.probe() for out in (self.owned if own else self._watched)]
+        self._others = frozenset(self._watched if own else ()).difference(self.owned)
 
     def unwatch_released(self) -> None:
         """Drop watched outputs whose graph is gone and that nobody holds."""
@@ -232,6 +246,8 @@ class Instance:
         staging = self._staging
         if staging.fills:
             staging.load(inputs)
+        if isinstance(self._pool, SharedPool):
+            self._pool.hand_out(self.owned)
         self._launch()
         del held
         if staging.writes_back:

@@ -16,8 +16,6 @@ Key = tuple[tuple[Any, ...], tuple[Any, ...], tuple[int, ...]]
 
 _WARM_KEYS_PER_GRAPH = 4
 _CHANGING_NUMBERS = 4
-_MUCH_MEMORY_BYTES = 32 << 20
-"""Allocated in all by one call. Graphs of less are not worth the captures that sharing outputs' memory takes."""
 
 
 class KeyHistory:
@@ -34,13 +32,13 @@ class KeyHistory:
         self._limits = limits
         self._callee = callee
         self._on_skip = on_skip
-        self._warm: OrderedDict[Key, bool] = OrderedDict()
-        """Keys that ran once, and whether that took much memory."""
+        self._warm: OrderedDict[Key, None] = OrderedDict()
+        """Keys that ran once."""
         self._last_addresses: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
 
     def add_warm(self, key: Key) -> None:
         """The callable ran, or is about to, with this key."""
-        self._warm[key] = False
+        self._warm[key] = None
         while len(self._warm) > _WARM_KEYS_PER_GRAPH * self._limits.max_graphs:
             self._warm.popitem(last=False)
 
@@ -56,15 +54,6 @@ class KeyHistory:
         while len(self._last_addresses) > self._limits.max_graphs:
             self._last_addresses.popitem(last=False)
         return last
-
-    def note_allocated(self, key: Key, num_bytes: int) -> None:
-        """What the first call of the key allocated, freed since or not."""
-        if key in self._warm:
-            self._warm[key] = num_bytes >= _MUCH_MEMORY_BYTES
-
-    def needs_much_memory(self, key: Key) -> bool:
-        """Whether graphs of a warm key are better captured where all memory is shared."""
-        return self._warm[key]
 
     def not_yet(self, key: Key, sizes: tuple[int, ...], *, num_captured: int, num_ever: int) -> SkipKind | None:
         """Why a key that has no graphs gets none at this call, or None when it is to be captured.

@@ -8,7 +8,7 @@ out: the allocator knows of the outputs that were never given back, and of the o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
@@ -64,10 +64,26 @@ class SharedPool(Pool):
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self.outputs: list[OwnedOutput] = []
+        self._handed_out: dict[OwnedOutput, None] = {}
+        """Those that were handed out since they were last seen to be held by nobody."""
         self._device = device
         self._held: list[Range] = []
         self._free_blocks: list[int] = []
         device.retain_pool(self.token, self)
+
+    def hand_out(self, outputs: Iterable[OwnedOutput]) -> None:
+        """A caller is about to be given these."""
+        for out in outputs:
+            self._handed_out[out] = None
+
+    def holds_any(self, outputs: Container[OwnedOutput]) -> bool:
+        """Whether a caller holds one of these. Asked at every replay: what callers hold at a time is little."""
+        for out in tuple(self._handed_out):
+            if not out.in_use():
+                del self._handed_out[out]
+            elif out in outputs:
+                return True
+        return False
 
     def make_room(self) -> None:
         """Give back what nobody holds, and see what is held that was given back before."""

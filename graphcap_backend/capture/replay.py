@@ -146,7 +146,7 @@ class Replayed:
                 and (not family.written or not reads_any(inputs, self._copied, family.written))
             ):
                 for instance in family.instances:
-                    if not any_in_use(instance.probes) and (not instance.in_place or instance.finds(inputs)):
+                    if not any_in_use(instance.probes) and (instance.serves_all or instance.serves(inputs)):
                         arena = self._arena
                         elsewhere = arena.several_streams or self._current_stream() != arena.last_stream
                         if elsewhere and not arena.order(instance):
@@ -207,7 +207,6 @@ class Replayed:
             written=written_ranges(inputs, roles),
             refused=refuse_layout(inputs, roles),
             statics=tuple(StorageWeakRef(inputs[i].untyped_storage()) for i in self._static),  # type: ignore[no-untyped-call]
-            shares=self._keys.needs_much_memory(key) and self._arena.device.may_share_outputs(),
         )
 
     def _other_way(self, inputs: list[Any]) -> Sequence[Any] | partial[Sequence[Any]]:
@@ -225,8 +224,6 @@ class Replayed:
             self._table.drop_dead(key[2])
             sizes = self._roles_met().sizes(inputs, self.callee.sizes)
             reason = self._keys.not_yet(key, sizes, num_captured=len(self._table), num_ever=self._table.num_captured)
-            if reason is SkipKind.WARM_UP and self.callee.may_share_outputs:
-                return partial(self._run_once, self._uncaptured(inputs, reason), key)
             if reason is not None:
                 return self._uncaptured(inputs, reason)
             family = self._family(key, inputs)
@@ -305,14 +302,6 @@ class Replayed:
         self._take_roles(roles)
         self._keys.add_warm(self._key(inputs))  # it ran at this shape before
         return True
-
-    def _run_once(self, run: Callable[[], Sequence[Any]], key: Key) -> Sequence[Any]:
-        """Run a call uncaptured and look how much memory it allocates."""
-        device = self._arena.device
-        before = device.num_bytes_allocated()
-        outputs = run()
-        self._keys.note_allocated(key, device.num_bytes_allocated() - before)
-        return outputs
 
     def _run_refused(self, inputs: list[Any], reason: SkipReason) -> partial[Sequence[Any]]:
         """Serve a call that cannot be captured. ``on_skip`` hears of each, and may raise: nothing has run yet."""
