@@ -145,8 +145,10 @@ class Instance:
         self.owned = [] if self.copies else self._by_storage(own, aliases, foreign)
         for out in self.owned:
             out.set_baseline()
-        if isinstance(self._pool, SharedPool):
-            self._end_of_lending = self._pool.lend(self.owned, self)
+        self._shared = self._pool if isinstance(self._pool, SharedPool) else None
+        if self._shared is not None:
+            self._end_of_lending = self._shared.lend(self.owned, self)
+            self._lent = dict.fromkeys(out for out in self.owned if out.is_lent)
         self._watched = list(self.owned)
         self.refresh_probes()
 
@@ -193,14 +195,12 @@ class Instance:
         for i, address in self.in_place:
             if inputs[i].data_ptr() != address:
                 return False
-        return self._in_nobodys_way()
-
-    def _in_nobodys_way(self) -> bool:
-        return not isinstance(self._pool, SharedPool) or not self._pool.holds_any(self._others)
+        shared = self._shared
+        return shared is None or not shared.holds_any(self._others)
 
     def idle(self) -> bool:
         """Whether a replay would overwrite nothing that somebody still holds."""
-        return not any_in_use(self.probes) and self._in_nobodys_way()
+        return not any_in_use(self.probes) and (self._shared is None or not self._shared.holds_any(self._others))
 
     def is_held(self) -> bool:
         """Whether a caller holds an output of it."""
@@ -223,9 +223,9 @@ class Instance:
     def refresh_probes(self) -> None:
         """Watched outputs or their baselines have changed."""
         # In a shared pool those of others are many, and few of them are handed out: the pool knows which.
-        own = self.is_shared
-        self.probes = [out.probe() for out in (self.owned if own else self._watched)]
-        self._others = frozenset(self._watched if own else ()).difference(self.owned)
+        shares = self._shared is not None
+        self.probes = [out.probe() for out in (self.owned if shares else self._watched)]
+        self._others = frozenset(self._watched if shares else ()).difference(self.owned)
 
     def unwatch_released(self) -> None:
         """Drop watched outputs whose graph is gone and that nobody holds."""
@@ -246,8 +246,8 @@ class Instance:
         staging = self._staging
         if staging.fills:
             staging.load(inputs)
-        if isinstance(self._pool, SharedPool):
-            self._pool.hand_out(self.owned)
+        if self._shared is not None:
+            self._shared.hand_out(self._lent)
         self._launch()
         del held
         if staging.writes_back:
@@ -274,11 +274,13 @@ class Instance:
         if self._given_back is not None:
             self._given_back()
             self._arena.settle()
-        if isinstance(self._pool, SharedPool):
+        if self._shared is not None:
             self._end_of_lending()
+            self._shared = None
         self._own = []
         self.owned = []
         self._watched = []
         self.probes = []
+        self._others = frozenset()
         self._staging.buffers.clear()
         self._pool = None

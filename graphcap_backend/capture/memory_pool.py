@@ -25,6 +25,10 @@ PoolName = int | Literal["shared", "copies"]
 """The pool of the graphs whose outputs are copied, the shared one, or that of the n-th instances of all graphs."""
 
 
+_FEW = 8
+"""Outputs handed out before it is looked which of them are still held."""
+
+
 class HeldMemoryError(CaptureError):
     """A graph was captured that writes to an output which a caller holds. It must not be replayed."""
 
@@ -65,23 +69,24 @@ class SharedPool(Pool):
         super().__init__(device)
         self.outputs: list[OwnedOutput] = []
         self._handed_out: dict[OwnedOutput, None] = {}
-        """Those that were handed out since they were last seen to be held by nobody."""
+        """All that a caller may hold: those handed out since they were last seen to be held by nobody."""
+        self._looks_at = _FEW
         self._device = device
         self._held: list[Range] = []
         self._free_blocks: list[int] = []
         device.retain_pool(self.token, self)
 
-    def hand_out(self, outputs: Iterable[OwnedOutput]) -> None:
+    def hand_out(self, outputs: dict[OwnedOutput, None]) -> None:
         """A caller is about to be given these."""
-        for out in outputs:
-            self._handed_out[out] = None
+        self._handed_out.update(outputs)
+        if len(self._handed_out) > self._looks_at:
+            self._handed_out = {out: None for out in self._handed_out if out.in_use()} | outputs
+            self._looks_at = max(_FEW, 2 * len(self._handed_out))
 
     def holds_any(self, outputs: Container[OwnedOutput]) -> bool:
         """Whether a caller holds one of these. Asked at every replay: what callers hold at a time is little."""
-        for out in tuple(self._handed_out):
-            if not out.in_use():
-                del self._handed_out[out]
-            elif out in outputs:
+        for out in self._handed_out:  # noqa: SIM110 - any() and its generator would take twice as long
+            if out in outputs and out.in_use():
                 return True
         return False
 
@@ -113,7 +118,7 @@ class SharedPool(Pool):
             what to call when the graph is gone; else the end of ``owner`` does. From then on this pool lives as long
             as a caller holds one of the outputs.
         """
-        self.outputs.extend(outputs)
+        self.outputs.extend(out for out in outputs if out.is_lent)
         end = weakref.finalize(owner, _keep_while_held, self, tuple(outputs))
         end.atexit = False
         return end

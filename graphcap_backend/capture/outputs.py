@@ -108,6 +108,11 @@ class OwnedOutput:
         return self.address, self.address + self.num_bytes
 
     @property
+    def is_lent(self) -> bool:
+        """Whether the memory is a pool's, which may have it back, and not that of the storage itself."""
+        return self._kept is not None
+
+    @property
     def is_allocated(self) -> bool:
         """Whether the allocator knows that the memory is taken."""
         return self._kept is None or bool(self._kept)

@@ -24,6 +24,7 @@ def _sharing() -> Iterator[None]:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     torch._dynamo.reset()
+    gc.collect()  # graphs of other tests would be in the pool
     with shared_from(num_bytes=1):
         yield
 
@@ -55,7 +56,8 @@ def _compiled(function: Callable[[Tensor], Tensor], **options: Any) -> Any:
 
 
 def _fallbacks(compiled: Any) -> dict[str, int]:
-    return dict(report(compiled).parts[0].fallbacks) if len(report(compiled).parts) == 1 else {}
+    (part,) = report(compiled).parts
+    return part.fallbacks
 
 
 def test_a_loop_settles_in_the_memory_of_one_call_and_one_result() -> None:
@@ -259,3 +261,5 @@ def test_results_of_several_kinds() -> None:
                 for result, want in zip(results, wanted, strict=True):
                     assert torch.equal(result, want)
                     assert result.stride() == want.stride()
+    assert _fallbacks(compiled) == {"warm_up": 1}
+    assert report(compiled).parts[0].state == "captured"
