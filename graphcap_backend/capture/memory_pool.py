@@ -36,9 +36,6 @@ class HeldMemoryError(CaptureError):
 class Pool:
     """A pool, alive as long as an instance refers to it."""
 
-    lends = False
-    """Whether outputs' memory may be given back to it while their graphs live."""
-
     def __init__(self, device: Device) -> None:
         self.token = device.new_pool()
         """What torch takes for it; None on the host."""
@@ -62,8 +59,6 @@ class SharedPool(Pool):
     Attributes:
         outputs: of its graphs, and of graphs that are gone if a caller may hold them.
     """
-
-    lends = True
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
