@@ -266,11 +266,11 @@ def _settling(region: Region, compiled: Callable[..., Any]) -> Callable[..., Any
         if only is None:
             return compiled(*args)
         settled = True
-        witness = only.witness = Witness()
+        witness = only.runner.witness = Witness()
         try:
             outputs = compiled(*args)
         except BaseException:
-            settled, only.witness = False, None
+            settled, only.runner.witness = False, None
             raise
         serve = _direct_way(only, args, outputs, witness)
         return outputs

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 Range = tuple[int, int]
 """Memory from the first address up to, not including, the second."""
 
-_LARGEST_SMALL_BYTES = 1 << 20
-"""Of a block in the allocator's segments for small blocks, which requests of more bytes never get."""
+_SMALL_BYTES = 1 << 20
+"""Requests of up to so many bytes get memory from segments for small blocks, the others never do."""
+_UNIT_BYTES = 512
+"""The allocator rounds up to it."""
 
 
 def range_of(storage: torch.UntypedStorage) -> Range:
@@ -48,9 +49,9 @@ class TouchedMemory:
     pool_bytes: int = 0
     _set_aside: Counter[Range] = field(default_factory=Counter)
 
-    def leave_out(self, allocated: Iterable[Tensor]) -> None:
-        """These allocations, the first ones inside the block, are none that the graph writes to."""
-        self._set_aside.update(range_of(tensor.untyped_storage()) for tensor in allocated)
+    def leave_out(self, storage: torch.UntypedStorage) -> None:
+        """This allocation, the last one so far, is none that the graph writes to."""
+        self._set_aside[range_of(storage)] += 1
 
     @property
     def num_bytes(self) -> int:
@@ -129,32 +130,102 @@ def retain_pool(pool: Any, device_index: int, owner: object) -> None:
     weakref.finalize(owner, torch._C._cuda_releasePool, device_index, pool).atexit = False
 
 
-def free_blocks(pool: Any) -> list[int]:
-    """Sizes in bytes of what is free in a pool: requests of these sizes, in this order, get all of it."""
+@dataclass(frozen=True, slots=True)
+class FreeBlock:
+    """Memory that a pool has free, for allocations of one stream."""
+
+    stream: int
+    range: Range
+    is_large: bool
+    """Whether requests of more than 1 MiB get it, and no others."""
+
+
+def free_blocks(pool: Any) -> list[FreeBlock]:
+    """What is free in a pool."""
     wanted = tuple(pool)
+    return [
+        FreeBlock(
+            stream=segment["stream"],
+            range=(block["address"], block["address"] + block["size"]),
+            is_large=segment["segment_type"] == "large",
+        )
+        for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        if tuple(segment["segment_pool_id"]) == wanted
+        for block in segment["blocks"]
+        if block["state"] == "inactive"
+    ]
+
+
+def occupy(
+    blocks: Sequence[FreeBlock], ranges: Sequence[Range], device: torch.device, touched: TouchedMemory
+) -> list[torch.UntypedStorage]:
+    """Inside a capture: allocate what is free in ``ranges`` of the pool that allocations go to now.
+
+    First all that is free, largest first, so that each request gets a block of its size. Then each large block that is
+    wanted in part is given back and, the only free one, allocated in parts. In the end the rest is given back.
+
+    Args:
+        blocks: what ``free_blocks`` gave.
+
+    Returns:
+        storages that keep the memory from being allocated for as long as they live.
+    """
+    if not blocks:
+        return []
+    stream = torch.cuda.current_stream(device).cuda_stream
+    blocks = [block for block in blocks if block.stream == stream]
+
+    def allocate(num_bytes: int) -> torch.UntypedStorage:
+        # A tensor would be filled where torch.use_deterministic_algorithms() is on: at each replay.
+        storage = torch.UntypedStorage(num_bytes, device=device)  # type: ignore[no-untyped-call]
+        touched.leave_out(storage)
+        return storage
+
+    whole = {range_of(storage): storage for storage in map(allocate, requests(blocks))}
+    held: list[torch.UntypedStorage] = []
+    spare: list[torch.UntypedStorage] = []
+    for block in blocks:
+        parts = divided(block.range, ranges)
+        if block.is_large and len(parts) > 1 and whole.pop(block.range, None) is not None:
+            for (first, last), is_wanted in parts:
+                (held if is_wanted else spare).append(allocate(last - first))
+    return held + [storage for one, storage in whole.items() if overlap(one, ranges)]
+
+
+def requests(blocks: Iterable[FreeBlock]) -> list[int]:
+    """Sizes in bytes of requests that, in this order, get all of ``blocks``."""
     sizes = []
-    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
-        if tuple(segment["segment_pool_id"]) == wanted:
-            largest = _LARGEST_SMALL_BYTES if segment["segment_type"] == "small" else segment["total_size"]
-            for block in segment["blocks"]:
-                if block["state"] == "inactive":
-                    whole, rest = divmod(block["size"], largest)
-                    sizes += [largest] * whole + [rest] * bool(rest)
+    for block in blocks:
+        num_bytes = block.range[1] - block.range[0]
+        largest = num_bytes if block.is_large else _SMALL_BYTES
+        sizes += [largest] * (num_bytes // largest) + [num_bytes % largest] * bool(num_bytes % largest)
     return sorted(sizes, reverse=True)
 
 
-def occupy(sizes: Sequence[int], ranges: Sequence[Range], device: torch.device, touched: TouchedMemory) -> list[Tensor]:
-    """Allocate what is free in ``ranges`` of the pool that allocations go to now.
+def divided(block: Range, ranges: Iterable[Range]) -> list[tuple[Range, bool]]:
+    """A large block in parts, and which of them cover ``ranges``.
 
-    Args:
-        sizes: what ``free_blocks`` gave.
-
-    Returns:
-        tensors that keep the memory from being allocated for as long as they live.
+    The allocator divides such a block only if more than 1 MiB is left on both sides.
     """
-    everything = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-    touched.leave_out(everything)
-    return [tensor for tensor in everything if overlap(range_of(tensor.untyped_storage()), ranges)]
+    least = _SMALL_BYTES + _UNIT_BYTES
+    at, end = block
+    parts = []
+    for wanted in sorted(one for one in ranges if overlap(one, [block])):
+        if wanted[1] <= at:
+            continue
+        first = min(wanted[0] // _UNIT_BYTES * _UNIT_BYTES, end - least)
+        if first - at >= least:
+            parts.append(((at, first), False))
+            at = first
+        last = max(-(-wanted[1] // _UNIT_BYTES) * _UNIT_BYTES, at + least)
+        if end - last < least:
+            last = end
+        if at < last:
+            parts.append(((at, last), True))
+        at = last
+        if at == end:
+            return parts
+    return [*parts, ((at, end), False)]
 
 
 def _segments(snapshot: Any, pool: Any) -> list[Range]:

@@ -51,6 +51,8 @@ class Arena:
         self._first_stream: int | None = None
         self.several_streams = False
         """Whether graphs were ever replayed on more than one stream; only then is there anything to order."""
+        self.streams_left: set[int | None] = set()
+        """Where callers were given outputs that no graph watches any more, since the last replay."""
         self.gone: deque[list[tuple[OwnedOutput, int]]] = deque()
         """What graphs that died without being released held of others' outputs; see ``settle``."""
         self._pools: weakref.WeakValueDictionary[PoolName, Pool] = weakref.WeakValueDictionary()
@@ -87,12 +89,14 @@ class Arena:
             self.last_stream = self._first_stream = stream
         self.several_streams |= stream != self.last_stream
         if self.several_streams:
-            handed_out = {self._first_stream if other is None else other for other in instance.streams()}
+            given = instance.streams() | self.streams_left
+            handed_out = {self._first_stream if other is None else other for other in given}
             others = [other for other in {self.last_stream, *handed_out} if other is not None and other != stream]
             if any(map(self.device.is_captured, others)):
                 return False
             for other in others:
                 self.device.wait_for_stream(other)
+            self.streams_left.clear()
             instance.handed_out_on(stream)
             self.last_stream = stream
         return True
@@ -112,14 +116,17 @@ class Arena:
 
         Graphs find room where larger ones have theirs, never the other way round.
         """
-        if not newest.is_shared:
+        pool = self._pools.get("shared")
+        if not newest.is_shared or not isinstance(pool, SharedPool):
             return False
         others = [instance for instance in self._instances if instance.is_shared and instance is not newest]
-        needed, unused = newest.touched.num_bytes, newest.touched.pool_bytes - newest.touched.num_bytes
+        needed = newest.touched.num_bytes
+        unused = newest.touched.pool_bytes - needed - pool.num_bytes_held
         largest = max((instance.touched.num_bytes for instance in others), default=needed)
         worth_it = unused >= max(_LOOSE_BYTES, needed * _LOOSE_SHARE)
-        # Each graph is captured three times at most on the whole.
-        return needed > largest and worth_it and self._num_dropped + len(others) <= 2 * self._num_shared
+        # Each graph is captured three times at most, on the whole.
+        few_captures = self._num_dropped + len(others) <= 2 * (self._num_shared - self._num_dropped)
+        return needed > largest and worth_it and few_captures
 
     def drop_shared(self) -> None:
         """Drop the graphs of the shared pool, and the pool: keys are captured anew, into another, at their next call.
@@ -131,11 +138,12 @@ class Arena:
             instance.drop()
         self._pools.pop("shared", None)
 
-    def drop_resized(self) -> None:
-        """Drop graphs whose output somebody resized: its storage has other memory now, or none."""
-        for instance in tuple(self._instances):
-            if any(out.is_resized for out in instance.owned):
-                instance.drop()
+    def drop_resized(self) -> bool:
+        """Drop graphs whose output somebody resized: its storage has other memory now, or none. Whether any were."""
+        resized = [one for one in self._instances if any(out.is_resized for out in one.owned)]
+        for instance in resized:
+            instance.drop(resized=True)
+        return bool(resized)
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is an output of a graph of this arena, whose address is there to stay."""
@@ -166,6 +174,7 @@ class Arena:
     def forget(self, instance: Instance) -> None:
         """The instance is released. Others go on watching those of its outputs that a caller still holds."""
         self._instances.discard(instance)
+        self.streams_left.update(instance.streams())
         for out in instance.owned:
             out.release()
         for other in self._instances:

@@ -58,3 +58,27 @@ class Witness:
 
     inputs: tuple[Any, ...] = ()
     outputs: tuple[Any, ...] = ()
+
+
+class Runner:
+    """Runs a callee as AOTAutograd's wrappers do, from wherever it is called.
+
+    Attributes:
+        has_run: whether it ever did, to the end.
+        witness: takes down what the next call gets and gives, once.
+    """
+
+    def __init__(self, callee: Callee) -> None:
+        self.has_run = False
+        self.witness: Witness | None = None
+        self._callee = callee
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        witness, self.witness = self.witness, None
+        given = tuple(inputs) if witness is not None else ()
+        with torch.no_grad(), torch._C._DisableAutocast():
+            outputs = self._callee.run(inputs)
+        self.has_run = True
+        if witness is not None:
+            witness.inputs, witness.outputs = given, tuple(outputs)
+        return outputs

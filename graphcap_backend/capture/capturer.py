@@ -28,13 +28,15 @@ logger = logging.getLogger("graphcap_backend")
 _MUCH_MEMORY_BYTES = 32 << 20
 """From here on graphs are captured where all memory is shared, which may take more captures. cuBLAS's workspace on a
 recent GPU is as much, and each pool would have one."""
+_FEW_RESIZED = 3
+"""Graphs dropped, since callers resized their outputs, before those of the function are copied."""
 
 
 class Capturer:
     """Finds or makes an instance for a call. All calls under the arena's lock.
 
     Args:
-        run: the callable, as ``callee.run`` but in the state that AOTAutograd's wrappers call it in.
+        run: runs ``callee``.
         table: where the families are.
         on_skip: told when a key cannot be captured; may raise.
         on_capture: told of each instance.
@@ -62,15 +64,21 @@ class Capturer:
         self._on_capture = on_capture
         self._shares = False
         """Whether instances go into the shared pool, since one of some key needed much memory."""
+        self._num_resized = 0
 
     def open_instance(self, family: Family, inputs: list[Any], roles: InputRoles) -> Instance | None:
         """An instance that may be replayed now, captured if need be; None when capturing fails."""
         idle = family.idle_for(inputs)
+        if idle is None and self._arena.drop_resized():
+            self._table.keep_still(family)
+            idle = family.idle_for(inputs)
         if idle is not None or family.full:
             return idle
         captured = self._capture(family, inputs, roles)
         while captured is not None and not family.instances and self._is_misplaced(family, captured):
-            captured = self._capture(family, inputs, roles)
+            captured = self._capture(family, inputs, roles, again=True)
+            if captured is None:
+                return None
         if captured is None:
             family.full = True
             return None
@@ -98,22 +106,29 @@ class Capturer:
     def _let_be_dropped(self, instance: Instance, family: Family) -> None:
         """Once somebody resets the graph (the report gives it away) its key is captured anew, at the next call."""
         arena, key = self._arena, family.key
-        table, dropped = weakref.ref(self._table), weakref.ref(instance)
+        myself, dropped = weakref.ref(self), weakref.ref(instance)
 
-        def drop() -> None:
-            alive = table()
+        def drop(*, resized: bool = False) -> None:
+            alive = myself()
             if alive is not None:
                 with arena.lock:
-                    alive.drop_with(key, dropped())
+                    alive._num_resized += resized
+                    alive._table.drop_with(key, dropped())
 
         instance.drop = drop
         CallWatch.on(instance.graph, "reset").tell(drop)
 
-    def _capture(self, family: Family, inputs: list[Any], roles: InputRoles) -> Instance | None:
+    def _capture(self, family: Family, inputs: list[Any], roles: InputRoles, *, again: bool = False) -> Instance | None:
+        """Capture the family's next instance. When that fails for its first one, its key is given up for good.
+
+        Not if it went well before (``again``): memory that was given up for this may not be there yet.
+        """
         read = () if self._callee.is_backward else roles.only_read(inputs)  # a backward may be given memory
         in_place = self._arena.own_among(inputs, read)
         shares = self._shares and self._arena.device.may_share_outputs()
         how = family.next_instance(in_place, self._limits.max_held_instances, shares=shares)
+        if self._num_resized > _FEW_RESIZED:
+            how = how._replace(pool="copies")  # callers take the memory of results away
         try:
             try:
                 return self._instance(how, inputs, roles)
@@ -124,7 +139,7 @@ class Capturer:
         except Exception as error:
             # The capture has unwound itself; the uncaptured function serves this and later calls.
             logger.debug("capture of %s failed", self._callee.name, exc_info=True)
-            if not family.instances:
+            if not family.instances and not again:
                 family.refused = SkipReason(
                     kind=SkipKind.CAPTURE_FAILED,
                     detail=f"capturing {self._callee.name} raised {type(error).__name__}: {error}",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graphcap_backend.capture.allocator import (
+    FreeBlock,
     TouchedMemory,
     can_tell_what_is_touched,
     free_blocks,
@@ -59,7 +60,7 @@ class Device(Protocol):
     def touched_memory(self, pool: Any) -> contextlib.AbstractContextManager[TouchedMemory]: ...
     def may_share_outputs(self) -> bool: ...
     def retain_pool(self, pool: Any, owner: object) -> None: ...
-    def free_blocks(self, pool: Any) -> list[int]: ...
+    def free_blocks(self, pool: Any) -> list[FreeBlock]: ...
     def misaligned(self, inputs: Sequence[Any]) -> list[int]: ...
 
 
@@ -125,7 +126,7 @@ class CudaDevice:
     def retain_pool(self, pool: Any, owner: object) -> None:
         retain_pool(pool, self._index, owner)
 
-    def free_blocks(self, pool: Any) -> list[int]:
+    def free_blocks(self, pool: Any) -> list[FreeBlock]:
         return free_blocks(pool)
 
     def misaligned(self, inputs: Sequence[Any]) -> list[int]:
@@ -197,7 +198,7 @@ class HostDevice:
     def retain_pool(self, pool: Any, owner: object) -> None:
         """Nothing to keep."""
 
-    def free_blocks(self, pool: Any) -> list[int]:
+    def free_blocks(self, pool: Any) -> list[FreeBlock]:
         """Nothing that is known."""
         return []
 

@@ -52,6 +52,11 @@ class FamilyTable:
         while len(self._families) > self._max_graphs:
             self._release(self._families.popitem(last=False)[1])
 
+    def keep_still(self, family: Family) -> None:
+        """Take a family in again, without instances, if it was dropped just now."""
+        if self.use(family.key) is None:
+            self.keep(family)
+
     def drop_with(self, key: Key, instance: Instance | None) -> None:
         """Drop the family of a key, if it has this very instance: its graph is about to be reset."""
         family = self._families.get(key)
@@ -91,3 +96,4 @@ class FamilyTable:
         for instance in family.instances:
             self.num_replays_released += instance.num_replays
             instance.release()
+        family.instances.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,16 @@ if TYPE_CHECKING:
 
 
 _detach: Callable[[Tensor], Tensor] = torch.Tensor.detach
+
+
+class Drop(Protocol):
+    """Drops an instance, since somebody resized an output or for another reason."""
+
+    def __call__(self, *, resized: bool = False) -> None: ...
+
+
+def _keep(*, resized: bool = False) -> None:
+    """Nobody keeps the instance."""
 
 
 class Instance:
@@ -66,7 +76,7 @@ class Instance:
         roles = roles.reading_in_place(in_place)
         donated = donated.difference(in_place)  # there it is the memory of another graph
         self.num_replays = 0
-        self.drop: Callable[[], None] = lambda: None
+        self.drop: Drop = _keep
         """Has the key of this instance captured anew at its next call. Set by whoever keeps the instance."""
         self._arena = arena
         self.graph = arena.device.new_graph()
@@ -229,8 +239,11 @@ class Instance:
 
     def unwatch_released(self) -> None:
         """Drop watched outputs whose graph is gone and that nobody holds."""
-        self._watched = [out for out in self._watched if not out.released or out.in_use()]
-        self.refresh_probes()
+        unwatched = [out for out in self._watched if out.released and not out.in_use()]
+        if unwatched:
+            self._arena.streams_left.update(out.stream for out in unwatched)
+            self._watched = [out for out in self._watched if out not in unwatched]
+            self.refresh_probes()
 
     def replay(self, inputs: list[Any]) -> list[Any]:
         """Run the graph on this call's inputs. Gradients must be off; the arena's lock must be held.

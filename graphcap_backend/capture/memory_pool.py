@@ -11,9 +11,9 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor
+import torch
 
-from graphcap_backend.capture.allocator import Range, TouchedMemory, occupy, overlap
+from graphcap_backend.capture.allocator import FreeBlock, Range, TouchedMemory, occupy, overlap
 from graphcap_backend.capture.process import PROCESS
 from graphcap_backend.errors import CaptureError
 
@@ -43,7 +43,7 @@ class Pool:
     def make_room(self) -> None:
         """Have memory ready for one more capture."""
 
-    def occupy_held(self, touched: TouchedMemory) -> Sequence[Tensor]:
+    def occupy_held(self, touched: TouchedMemory) -> Sequence[torch.UntypedStorage]:
         """Inside a capture: keep it off memory that callers hold, until the answer is dropped."""
         return ()
 
@@ -68,7 +68,7 @@ class SharedPool(Pool):
         self._looks_at = _FEW
         self._device = device
         self._held: list[Range] = []
-        self._free_blocks: list[int] = []
+        self._free_blocks: list[FreeBlock] = []
         device.retain_pool(self.token, self)
 
     def hand_out(self, outputs: dict[OwnedOutput, None]) -> None:
@@ -87,6 +87,7 @@ class SharedPool(Pool):
 
     def make_room(self) -> None:
         """Give back what nobody holds, and see what is held that was given back before."""
+        self._handed_out = {out: None for out in self._handed_out if out.in_use()}
         self.outputs = [out for out in self.outputs if not out.released or out.in_use()]
         for out in self.outputs:
             if out.is_allocated and not out.in_use():
@@ -94,7 +95,7 @@ class SharedPool(Pool):
         self._held = [out.range for out in self._held_unknown_to_the_allocator()]
         self._free_blocks = self._device.free_blocks(self.token) if self._held else []
 
-    def occupy_held(self, touched: TouchedMemory) -> Sequence[Tensor]:
+    def occupy_held(self, touched: TouchedMemory) -> Sequence[torch.UntypedStorage]:
         return occupy(self._free_blocks, self._held, self._device.torch_device, touched)
 
     def check(self, touched: TouchedMemory) -> None:
@@ -102,6 +103,11 @@ class SharedPool(Pool):
             overlap(out.range, touched.ranges) for out in self._held_unknown_to_the_allocator()
         ):
             raise HeldMemoryError("the graph would write to an output that a caller holds")
+
+    @property
+    def num_bytes_held(self) -> int:
+        """Bytes of its outputs that callers hold."""
+        return sum(out.num_bytes for out in self.outputs if out.in_use())
 
     def _held_unknown_to_the_allocator(self) -> Iterable[OwnedOutput]:
         return (out for out in self.outputs if not out.is_allocated and out.in_use())

@@ -133,8 +133,17 @@ class CaptureProcess:
         self._kept[session] = list(self.captured)
 
     def keep_while(self, needed: Callable[[], bool], kept: object) -> None:
-        """Keep an object alive for as long as ``needed`` says so; asked at each capture. Takes no lock."""
+        """Keep an object alive for as long as ``needed`` says so; asked at each capture and garbage collection.
+
+        Takes no lock: finalizers call it.
+        """
         self._outliving.append((needed, kept))
+        if self._after_collection not in gc.callbacks:
+            gc.callbacks.append(self._after_collection)  # for good: taken out while they run, it would hide the next
+
+    def _after_collection(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and self._outliving:
+            self._let_go()
 
     def _let_go(self) -> None:
         for _ in range(len(self._outliving)):

@@ -25,7 +25,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphcap_backend.capture.arena import Arena
-from graphcap_backend.capture.callee import Callee, ReplayLimits, Witness
+from graphcap_backend.capture.callee import Callee, ReplayLimits, Runner
 from graphcap_backend.capture.capturer import Capturer
 from graphcap_backend.capture.device import ALIGNMENT
 from graphcap_backend.capture.family import Family
@@ -83,11 +83,9 @@ class Replayed:
         on_capture: Callable[[Instance], None] | None = None,
     ) -> None:
         self.callee = callee
-        self.witness: Witness | None = None
-        """Takes down what the next call got and gave, once."""
+        self.runner = Runner(callee)
         self.fallbacks: Counter[SkipKind] = Counter()
         self.refused: SkipReason | None = None
-        self._ran = False
         self._limits = limits
         self._on_skip = on_skip
         self._arena = Arena.of(callee.device)
@@ -99,7 +97,7 @@ class Replayed:
         self._table = FamilyTable(limits.max_graphs, self._keys.say_room_is_made)
         self._capturer = Capturer(
             callee,
-            self._run,
+            self.runner,
             arena=self._arena,
             table=self._table,
             limits=limits,
@@ -175,24 +173,13 @@ class Replayed:
             return served()
 
     def _run_inside(self, inputs: list[Any]) -> Sequence[Any]:
-        if not self._ran and self.callee.device.type == "cuda":
+        if not self.runner.has_run and self.callee.device.type == "cuda":
             raise NotWarmedUpError(
                 f"{self.callee.name} is called for the first time inside a capture, where its kernels cannot be "
                 "loaded or tuned. Call the compiled function once with such inputs before the capture."
             )
         with self._arena.device.made_current():
             return self._uncaptured(inputs, SkipKind.ALREADY_CAPTURING)()
-
-    def _run(self, inputs: list[Any]) -> Sequence[Any]:
-        """Run the callable as AOTAutograd's wrappers do, from wherever this one is called."""
-        witness, self.witness = self.witness, None
-        given = tuple(inputs) if witness is not None else ()
-        with torch.no_grad(), torch._C._DisableAutocast():
-            outputs = self.callee.run(inputs)
-        self._ran = True
-        if witness is not None:
-            witness.inputs, witness.outputs = given, tuple(outputs)
-        return outputs
 
     def _key(self, inputs: Sequence[Any]) -> Key:
         roles = self._roles_met()
@@ -215,7 +202,6 @@ class Replayed:
         if self.refused is not None:
             return self._run_refused(inputs, self.refused)
         self._roles_met().check_written_sizes(inputs)
-        self._arena.drop_resized()
         key = self._key(inputs)
         family = self._table.use(key)
         if family is None:
@@ -312,8 +298,8 @@ class Replayed:
         self.fallbacks[kind] += 1
         misaligned = self._arena.device.misaligned(inputs)
         if not misaligned:
-            return partial(self._run, inputs)
-        return partial(run_on_aligned_copies, self._run, inputs, misaligned, self.callee.mutated)
+            return partial(self.runner, inputs)
+        return partial(run_on_aligned_copies, self.runner, inputs, misaligned, self.callee.mutated)
 
     def release(self) -> None:
         """Give all graphs and their memory back. Calls go on, uncaptured or captured anew."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from graphcap_backend.capture.skip import SkipKind
 from graphcap_backend.report import Report, report
 from graphcap_backend.show.saved import report_of
 
@@ -68,9 +69,9 @@ def precapture(
             logger.info("captured %s: %d graphs, %.2f s, pool %s", entry.shape, len(entry.graphs), entry.seconds,
                         _bytes(entry.pool_bytes))  # fmt: skip
             done.append(entry)
-    kept = report(compiled).graphs
     for entry in done:
-        if _without(entry.graphs, kept):
+        found = report(compiled)
+        if _without(entry.graphs, found.graphs) and not _has_too_many(found):
             entry.capture(compiled)
     if done and not (found := report(compiled)).graphs:
         warnings.warn(f"precapture captured no graph; the report says why:\n{found}", stacklevel=2)
@@ -119,6 +120,11 @@ class _Entry:
         before = _without(others, self.graphs)
         self.graphs = tuple(_without(found.graphs, before))
         self.pool_bytes = _pool_bytes(found)
+
+
+def _has_too_many(found: Report) -> bool:
+    """Whether graphs make room for others: one that is captured again would drop another."""
+    return any(reason.kind is SkipKind.TOO_MANY_SHAPES for part in found.parts for reason in part.reasons)
 
 
 def _without(graphs: Iterable[Any], others: Iterable[Any]) -> list[Any]:

@@ -16,12 +16,15 @@ import torch
 from helpers.two_streams import StreamedHost
 from torch import Tensor
 
-from graphcap_backend.capture.allocator import Range, TouchedMemory, overlap, range_of
+from graphcap_backend.capture.allocator import FreeBlock, Range, TouchedMemory, overlap, range_of
 from graphcap_backend.capture.arena import Arena
+from graphcap_backend.capture.callee import Callee, ReplayLimits
 from graphcap_backend.capture.inputs import assign_roles
 from graphcap_backend.capture.instance import Instance
 from graphcap_backend.capture.memory_pool import HeldMemoryError, PoolName, SharedPool
 from graphcap_backend.capture.process import PROCESS
+from graphcap_backend.capture.replay import Replayed
+from graphcap_backend.capture.skip import SkipKind
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -47,7 +50,7 @@ class _Telling(StreamedHost):
         self.during_capture()
         touched.ranges, touched.exact, touched.pool_bytes = list(self.touches), self.exact, self.pool_bytes
 
-    def free_blocks(self, pool: Any) -> list[int]:
+    def free_blocks(self, pool: Any) -> list[FreeBlock]:
         self.asked_for_free_blocks += 1
         return []
 
@@ -329,7 +332,8 @@ def test_dropping_the_shared_pool_leaves_the_others_and_what_is_held() -> None:
         instance = _instance(arena, pool=name)
         known = weakref.ref(instance)
 
-        def drop() -> None:
+        def drop(*, resized: bool = False) -> None:
+            assert not resized
             alive = known()
             assert alive is not None
             dropped.append(alive)
@@ -356,20 +360,182 @@ def test_dropping_the_shared_pool_leaves_the_others_and_what_is_held() -> None:
 
 
 def test_only_the_graph_of_a_resized_result_is_dropped() -> None:
-    arena, dropped = Arena(StreamedHost()), []
+    arena = Arena(StreamedHost())
+    dropped: list[tuple[int, bool]] = []
     one, two = _instance(arena, pool=0), _instance(arena, pool=1)
-    one.drop, two.drop = lambda: dropped.append(one), lambda: dropped.append(two)
-    arena.drop_resized()
+    one.drop = lambda *, resized=False: dropped.append((1, resized))
+    two.drop = lambda *, resized=False: dropped.append((2, resized))
+    assert not arena.drop_resized()
     assert dropped == []
 
     y = _call(one)
     y.untyped_storage().resize_(0)
     assert not one.idle(), "resized, and held"
-    arena.drop_resized()
-    assert dropped == [one]
+    assert arena.drop_resized()
+    assert dropped == [(1, True)]
     del y
     assert not one.idle(), "its memory is gone for good"
     assert two.idle()
+
+
+def _replayed(arena: Arena, captured: list[Instance], monkeypatch: pytest.MonkeyPatch) -> Replayed:
+    monkeypatch.setitem(Arena._of_device, CPU, arena)  # type: ignore[arg-type]
+
+    def scale(inputs: list[Any]) -> Sequence[Any]:
+        number, x = inputs
+        inputs.clear()
+        return [x * number]
+
+    return Replayed(
+        Callee(run=scale, name="scale", device=CPU, may_share_outputs=True),
+        limits=ReplayLimits(),
+        annotations=None,
+        on_skip=lambda reason: None,
+        on_capture=captured.append,
+    )
+
+
+def test_results_that_are_always_resized_are_copies_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[Instance] = []
+    arena = Arena(StreamedHost())
+    replayed = _replayed(arena, captured, monkeypatch)
+    for _ in range(30):
+        (y,) = replayed([2, torch.arange(4.0)])
+        assert y.tolist() == [0.0, 2.0, 4.0, 6.0]
+        y.untyped_storage().resize_(0)
+    assert len(captured) <= 6
+    assert [instance.copies for instance in captured[-2:]] == [False, True]
+    assert replayed.fallbacks == {SkipKind.WARM_UP: 1}
+
+
+class _Growing(_Telling):
+    """Each key's graphs need as many MiB as its number says, and the pool is a third larger than the largest."""
+
+    number = 0
+
+    @contextlib.contextmanager
+    def touched_memory(self, pool: Any) -> Iterator[TouchedMemory]:
+        self.touches = [(1 << 40, (1 << 40) + self.number * MIB)]
+        self.pool_bytes = self.number * MIB * 4 // 3 + 20 * MIB
+        with super().touched_memory(pool) as touched:
+            yield touched
+
+    def may_share_outputs(self) -> bool:
+        return True
+
+
+def test_ever_larger_keys_are_captured_three_times_on_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, captured = _Growing(), []
+    arena = Arena(device)
+    replayed = _replayed(arena, captured, monkeypatch)
+    numbers = range(40, 60)
+    for largest in numbers:
+        for number in range(40, largest + 1):
+            for _ in range(2):
+                device.number = number
+                (y,) = replayed([number, torch.ones(4)])
+                assert y.tolist() == [float(number)] * 4
+                del y
+    assert len(numbers) < len(captured) <= 3 * len(numbers)
+    assert all(instance.is_shared for family in replayed.families for instance in family.instances)
+    assert len(replayed.families) == len(numbers)
+
+
+def test_a_function_moves_into_the_shared_pool_once_it_needs_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, captured = _Growing(), []
+    arena = Arena(device)
+    replayed = _replayed(arena, captured, monkeypatch)
+
+    def call(number: int) -> None:
+        device.number = number
+        (y,) = replayed([number, torch.ones(4)])
+        assert y.tolist() == [float(number)] * 4
+
+    for number in (3, 3, 4, 4):
+        call(number)
+    assert [instance.is_shared for instance in captured] == [False, False]
+    call(32)
+    call(32)
+    assert [family.key[0] for family in replayed.families] == [(32,)], "the others are captured anew"
+    call(3)
+    assert [family.key[0] for family in replayed.families] == [(32,), (3,)]
+    assert all(instance.is_shared for family in replayed.families for instance in family.instances)
+    assert replayed.fallbacks == {SkipKind.WARM_UP: 3}
+    assert replayed.num_replays == 4
+
+
+def test_a_second_capture_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, captured = _Growing(), []
+    arena = Arena(device)
+    replayed = _replayed(arena, captured, monkeypatch)
+    failures: list[None] = []
+
+    def fail_in_the_shared_pool() -> None:
+        if len(failures) < 1 and "shared" in arena._pools:
+            failures.append(None)
+            raise torch.OutOfMemoryError("no room for two pools")
+
+    device.during_capture, device.number = fail_in_the_shared_pool, 64
+    for _ in range(4):
+        assert replayed([2, torch.ones(4)])[0].tolist() == [2.0] * 4
+    assert failures == [None]
+    assert replayed.num_replays == 2
+    assert [instance.is_shared for instance in captured] == [True]
+
+
+def test_a_function_is_freed_without_the_garbage_collector() -> None:
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        replayed = Replayed(
+            Callee(run=_double, name="double", device=CPU),
+            limits=ReplayLimits(),
+            annotations=None,
+            on_skip=lambda reason: None,
+        )
+        known = weakref.ref(replayed)
+        del replayed
+        assert known() is None
+    finally:
+        if collects:
+            gc.enable()
+
+
+@pytest.mark.parametrize("how", ["watched", "its own"])
+def test_a_stream_that_used_what_is_gone_is_waited_for(how: str) -> None:
+    device = _Telling(EVERYTHING)
+    arena = Arena(device)
+    one, two = _instance(arena), _instance(arena) if how == "watched" else None
+    arena.order(one)
+    device.now = 7
+    arena.order(one)
+    y = _call(one)
+    arena.last_stream = 0
+    device.now = 0
+    del y  # stream 7 may still read it
+    one.release()
+    if two is None:
+        two = _instance(arena)
+    device.waits.clear()
+    arena.order(two)
+    assert (0, 7) in device.waits
+    device.waits.clear()
+    arena.order(two)
+    assert device.waits == []
+
+
+def test_memory_of_a_pool_comes_back_at_a_collection_once_nothing_is_held() -> None:
+    arena = Arena(_Telling(EVERYTHING))
+    one = _instance(arena)
+    pool = weakref.ref(_shared(arena))
+    y = _call(one)
+    one.release()
+    del one
+    gc.collect()
+    assert pool() is not None
+    del y
+    gc.collect()
+    assert pool() is None
 
 
 def _snapshot(events: Sequence[tuple[str, int, int]], segments: Sequence[tuple[tuple[int, int], int, int]]) -> Any:
@@ -415,7 +581,7 @@ def test_what_was_only_kept_free_was_not_touched() -> None:
         ([("alloc", first, 8)], [(first, first + 8)]),
     ):
         touched = TouchedMemory()
-        touched.leave_out([kept])
+        touched.leave_out(kept.untyped_storage())
         touched.read(_snapshot([("alloc", first, 100), *later], segments), 1, (0, 7), exact=True)
         assert touched.ranges == expected
 
@@ -433,3 +599,33 @@ def test_bytes_are_counted_once(ranges: list[Range], expected: int) -> None:
 )
 def test_ranges_that_only_meet_do_not_overlap(one: Range, expected: bool) -> None:
     assert overlap(one, [(10, 20)]) is expected
+
+
+def test_what_was_handed_out_by_a_graph_that_is_gone_keeps_no_memory() -> None:
+    arena = Arena(_Telling(EVERYTHING))
+    stays, goes = _instance(arena), _instance(arena)
+    pool = _shared(arena)
+    _call(goes)
+    kept = [weakref.ref(tensor) for out in goes.owned for tensor in out._kept or ()]
+    assert [ref() is not None for ref in kept] == [True]
+    goes.release()
+    del goes
+    pool.make_room()
+    assert [ref() for ref in kept] == [None]
+    assert _call(stays).tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_results_that_are_handed_out_and_dropped_are_forgotten() -> None:
+    arena = Arena(_Telling(EVERYTHING))
+    instances = [_instance(arena) for _ in range(30)]
+    pool = _shared(arena)
+    held = [_call(instances[0]), _call(instances[1])]
+    for instance in instances[2:]:
+        _call(instance)
+    assert len(pool._handed_out) <= 10
+    # Each lies in memory that all others write to.
+    assert [instance.idle() for instance in instances] == [False] * 30
+    del held[0]
+    assert [instance.idle() for instance in instances] == [False] * 30
+    del held[0]
+    assert [instance.idle() for instance in instances] == [True] * 30

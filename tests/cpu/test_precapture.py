@@ -50,6 +50,22 @@ def test_no_call_captures_afterwards(capsys: pytest.CaptureFixture[str], caplog:
     assert capsys.readouterr().err == ""
 
 
+def test_more_shapes_than_are_kept_are_called_once_each_in_turn() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x * 2 + 1
+
+    compiled = torch.compile(
+        function, backend="graphcap", options={"host_capture": True, "max_graphs": 2, "on_skip": "ignore"}, dynamic=True
+    )
+
+    with torch.no_grad():
+        rows = precapture(compiled, [torch.ones(size) for size in (2, 3, 4)], progress=False)
+    (part,) = report(compiled).parts
+    assert [row.shape for row in rows] == ["2", "3", "4"]
+    assert all(row.num_graphs > 0 for row in rows)
+    assert part.num_replays + sum(part.fallbacks.values()) == 12  # until a call captures nothing, and none again
+
+
 class _Interrupted(list[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         yield self[0]

@@ -263,3 +263,46 @@ def test_results_of_several_kinds() -> None:
                     assert result.stride() == want.stride()
     assert _fallbacks(compiled) == {"warm_up": 1}
     assert report(compiled).parts[0].state == "captured"
+
+
+def test_deterministic_mode_fills_nothing_that_is_held() -> None:
+    """There a new tensor is filled, and what a capture keeps off held memory with must not be."""
+    layers, rng = _layers(), random.Random(5)
+    compiled = _compiled(layers)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        held: list[tuple[Tensor, Tensor]] = []
+        with torch.no_grad():
+            for _ in range(60):
+                x = _whole_numbers(rng.choice(SIZES))
+                held.append((compiled(x), layers(x)))
+                while len(held) > rng.choice([1, 2, 3]):
+                    held.pop(0)
+                for got, expected in held:
+                    assert torch.equal(got, expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert sum(part.num_replays for part in report(compiled).parts) >= 50
+
+
+def test_a_capture_finds_room_beside_a_small_result_that_is_held() -> None:
+    """It lies in a large block that was given back: the rest of the block is free."""
+    layers = _layers()
+    compiled = _compiled(layers)
+    with torch.no_grad():
+        for _ in range(6):
+            y = compiled(_whole_numbers(8192))
+        del y
+        for _ in range(4):
+            small = compiled(_whole_numbers(512))
+        del small
+        before = _pool_bytes(compiled)
+        x = _whole_numbers(512)
+        small, expected = compiled(x), layers(x)  # given back before, held now
+        held = [small]
+        for _ in range(4):
+            x = _whole_numbers(4096)
+            y = compiled(x)
+            assert torch.equal(y, layers(x))
+            assert torch.equal(held[0], expected)
+    assert _pool_bytes(compiled) <= before + 2 * MIB

@@ -358,3 +358,21 @@ def check_two_functions_share_the_pool(device: str) -> None:
             held.pop(0)
     assert_captured(f)
     assert_captured(g)
+
+
+def check_results_that_their_callers_resize(device: str) -> None:
+    """A larger result, an empty one, memory that is gone: later calls are right, and replayed."""
+    fast = compiled(scaled, device)
+    resizes: list[Callable[[Tensor], Any]] = [
+        lambda y: y.resize_(64).fill_(7),
+        lambda y: y.untyped_storage().resize_(0),
+        lambda y: torch.ones(64, device=device, out=y),
+    ]
+    for number, x in enumerate(inputs_of(device, 4, calls=18)):
+        y = fast(x)
+        assert_same(y, scaled(x))
+        if number % 3 == 2:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch would rather have an empty tensor given as out=
+                resizes[number // 3 % 3](y)
+    assert parts(fast)[0].fallbacks == {"warm_up": 1}
