@@ -265,6 +265,7 @@ def test_results_of_several_kinds() -> None:
     assert report(compiled).parts[0].state == "captured"
 
 
+@pytest.mark.filterwarnings("ignore:(?s).*eterministic:UserWarning")
 def test_deterministic_mode_fills_nothing_that_is_held() -> None:
     """There a new tensor is filled, and what a capture keeps off held memory with must not be."""
     layers, rng = _layers(), random.Random(5)
