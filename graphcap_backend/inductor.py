@@ -187,7 +187,7 @@ def compile_with_hooks(
     from torch._inductor.utils import BoxedBool
 
     seam = _seam()
-    tag = tag_nodes(gm) + _aliasing(example_inputs)
+    tag = tag_nodes(gm) + _aliasing(example_inputs) + _donation()
 
     def inner(inner_gm: Any, inner_inputs: Any, **kwargs: Any) -> Any:
         # A backward is compiled when it first runs, on whatever thread; before 2.14 patched configuration is
@@ -227,6 +227,16 @@ def _aliasing(inputs: Sequence[Any]) -> str:
             place = f"{i}+{value.storage_offset()}"
             by_storage.setdefault(value.untyped_storage()._cdata, []).append(place)
     return ";".join(",".join(places) for places in by_storage.values() if len(places) > 1)
+
+
+def _donation() -> str:
+    """Whether the backward may not overwrite what the forward saved for it; empty when it may, as is the default.
+
+    The keys of both caches leave it out, so a hit could bring a backward that gives other gradients the second time.
+    """
+    from torch._functorch import config
+
+    return "" if config.donated_buffer else ";nothing donated"
 
 
 def _describe_wrapper(graph: Any) -> Wrapper:

@@ -194,6 +194,26 @@ def check_retain_graph_with_two_backwards(device: str) -> None:
         assert_captured(models[1])
 
 
+def check_code_that_overwrites_what_was_saved_is_not_taken_from_a_cache(device: str) -> None:
+    """The keys of Inductor's caches do not tell code that may do so from code that may not."""
+
+    def activated(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(x @ w) * 2  # its backward works in the memory of the product
+
+    def gradients_of(function: Any, x: Tensor, *, twice: bool) -> Any:
+        w = torch.linspace(-1, 1, 12, device=device).view(4, 3).requires_grad_()
+        y = function(x, w)
+        return [torch.autograd.grad(y.sum(), w, retain_graph=twice) for _ in range(1 + twice)]
+
+    for x in inputs_of(device, 5, 4):
+        assert_same(gradients_of(compiled(activated, device), x, twice=False), gradients_of(activated, x, twice=False))
+    torch._dynamo.reset()
+    with _donated_buffers_off():
+        fast = compiled(activated, device)
+        for x in inputs_of(device, 5, 4):
+            assert_same(gradients_of(fast, x, twice=True), gradients_of(activated, x, twice=True))
+
+
 @contextlib.contextmanager
 def _donated_buffers_off() -> Any:
     """torch itself refuses retain_graph where the backward may overwrite what the forward saved."""
