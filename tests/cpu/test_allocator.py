@@ -1,10 +1,22 @@
-"""How free memory of a pool is taken: which requests get it, and how a block is divided."""
+"""What a capture touched, how free memory of a pool is taken, and how a block is divided."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
+from typing import Any
 
-from graphcap_backend.capture.allocator import FreeBlock, Range, divided, requests
+import pytest
+import torch
+
+from graphcap_backend.capture.allocator import (
+    FreeBlock,
+    Range,
+    TouchedMemory,
+    divided,
+    overlap,
+    range_of,
+    requests,
+)
 
 MIB = 1 << 20
 
@@ -61,3 +73,66 @@ def test_no_part_is_too_small_and_all_that_is_wanted_is_covered(first: int, num_
 def test_a_block_that_cannot_be_divided_is_taken_whole() -> None:
     block = (0, 2 * MIB)
     assert divided(block, [(MIB, MIB + 512)]) == [(block, True)]
+
+
+def _snapshot(events: Sequence[tuple[str, int, int]], segments: Sequence[tuple[tuple[int, int], int, int]]) -> Any:
+    return {
+        "segments": [
+            {"segment_pool_id": pool, "address": address, "total_size": size} for pool, address, size in segments
+        ],
+        "device_traces": [[], [{"action": action, "addr": address, "size": size} for action, address, size in events]],
+    }
+
+
+def test_what_a_capture_touched_is_what_it_allocated_in_its_pool() -> None:
+    snapshot = _snapshot(
+        [
+            ("alloc", 1000, 10),  # another pool's
+            ("alloc", 2000, 100),
+            ("free_requested", 2000, 100),
+            ("free_completed", 2000, 100),
+            ("alloc", 2000, 40),
+            ("segment_alloc", 4096, 512),
+            ("alloc", 4096, 512),
+        ],
+        [((0, 0), 1000, 500), ((0, 7), 2000, 200), ((0, 7), 4096, 512)],
+    )
+    touched = TouchedMemory()
+    touched.read(snapshot, 1, [0, 7], exact=True)
+    assert touched.ranges == [(2000, 2100), (2000, 2040), (4096, 4608)]
+    assert (touched.num_bytes, touched.pool_bytes, touched.exact) == (612, 712, True)
+
+    unsure = TouchedMemory()
+    unsure.read(snapshot, 1, (0, 7), exact=False)
+    assert unsure.ranges == [(2000, 2200), (4096, 4608)]
+    assert (unsure.num_bytes, unsure.exact) == (712, False)
+
+
+def test_what_was_only_kept_free_was_not_touched() -> None:
+    kept = torch.empty(100, dtype=torch.uint8)
+    first, last = range_of(kept.untyped_storage())
+    segments = [((0, 7), first, 100)]
+    for later, expected in (
+        ([], []),
+        ([("alloc", first, 100)], [(first, last)]),
+        ([("alloc", first, 8)], [(first, first + 8)]),
+    ):
+        touched = TouchedMemory()
+        touched.leave_out(kept.untyped_storage())
+        touched.read(_snapshot([("alloc", first, 100), *later], segments), 1, (0, 7), exact=True)
+        assert touched.ranges == expected
+
+
+@pytest.mark.parametrize(
+    ("ranges", "expected"),
+    [([], 0), ([(10, 20), (10, 20)], 10), ([(30, 40), (10, 20)], 20), ([(10, 40), (20, 30), (35, 50)], 40)],
+)
+def test_bytes_are_counted_once(ranges: list[Range], expected: int) -> None:
+    assert TouchedMemory(ranges).num_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"), [((0, 0), False), ((5, 10), False), ((5, 11), True), ((12, 13), True), ((20, 30), False)]
+)
+def test_ranges_that_only_meet_do_not_overlap(one: Range, expected: bool) -> None:
+    assert overlap(one, [(10, 20)]) is expected

@@ -1,0 +1,159 @@
+"""When graphs move into the shared pool, and when that is packed anew."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from helpers.telling_host import (
+    EVERYTHING,
+    MIB,
+    GrowingHost,
+    TellingHost,
+    call,
+    instance_of,
+    nothing,
+    replayed_on,
+    shared_pool,
+)
+
+from graphcap_backend.capture.arena import Arena
+from graphcap_backend.capture.instance import Instance
+from graphcap_backend.capture.memory_pool import PoolName
+from graphcap_backend.capture.process import PROCESS
+from graphcap_backend.capture.skip import SkipKind
+
+
+def _sized(device: TellingHost, arena: Arena, *, needs: int, pool_bytes: int) -> Instance:
+    device.touches, device.pool_bytes = [(1 << 40, (1 << 40) + needs)], pool_bytes
+    return instance_of(arena, nothing)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "newest", "pool_bytes", "expected"),
+    [
+        ((), 100 * MIB, 300 * MIB, False),  # nothing to drop
+        ((50,), 100 * MIB, 150 * MIB, True),
+        ((50, 20), 100 * MIB, 125 * MIB, True),
+        ((50,), 100 * MIB, 125 * MIB - 1, False),  # less than a quarter
+        ((10,), 20 * MIB, 36 * MIB, True),
+        ((10,), 20 * MIB, 36 * MIB - 1, False),  # less than 16 MiB
+        ((100,), 100 * MIB, 300 * MIB, False),  # not the largest
+        ((20, 200), 100 * MIB, 300 * MIB, False),
+    ],
+)
+def test_a_pool_is_loose_behind_a_larger_graph(
+    earlier: tuple[int, ...], newest: int, pool_bytes: int, expected: bool
+) -> None:
+    device = TellingHost()
+    arena = Arena(device)
+    kept = [_sized(device, arena, needs=mib * MIB, pool_bytes=0) for mib in earlier]
+    last = _sized(device, arena, needs=newest, pool_bytes=pool_bytes)
+    assert arena.is_loose(last) is expected
+    assert all(instance.is_shared for instance in kept)
+
+
+def test_only_graphs_of_the_shared_pool_make_it_loose() -> None:
+    device = TellingHost((1, 100 * MIB))
+    arena = Arena(device)
+    device.pool_bytes = 1 << 40
+    kept = [instance_of(arena, nothing, name) for name in ("shared", 0, "copies")]
+    device.touches = [(1, 200 * MIB)]
+    later: tuple[PoolName, ...] = (1, "copies", "shared")
+    assert [arena.is_loose(instance_of(arena, nothing, name)) for name in later] == [False, False, True]
+    assert kept[0].is_shared
+
+
+def test_dropping_the_shared_pool_leaves_the_others_and_what_is_held() -> None:
+    arena = Arena(TellingHost(EVERYTHING))
+    dropped: list[Instance] = []
+
+    def droppable(name: PoolName) -> Instance:
+        instance = instance_of(arena, pool=name)
+        known = weakref.ref(instance)
+
+        def drop(*, resized: bool = False) -> None:
+            assert not resized
+            alive = known()
+            assert alive is not None
+            dropped.append(alive)
+            alive.release()
+
+        instance.drop = drop
+        return instance
+
+    one, two, plain = droppable("shared"), droppable("shared"), droppable(0)
+    old = shared_pool(arena)
+    y = call(two)
+    arena.drop_shared()
+    assert set(map(id, dropped)) == {id(one), id(two)}
+    assert list(arena._instances) == [plain]
+    assert shared_pool(arena) is not old
+    assert y.tolist() == [0.0, 2.0, 4.0, 6.0]
+
+    known = weakref.ref(old)
+    del old
+    assert known() is not None
+    del y
+    PROCESS._let_go()
+    assert known() is None
+
+
+def test_ever_larger_keys_are_captured_three_times_on_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, captured = GrowingHost(), []
+    arena = Arena(device)
+    replayed = replayed_on(arena, captured, monkeypatch)
+    numbers = range(40, 60)
+    for largest in numbers:
+        for number in range(40, largest + 1):
+            for _ in range(2):
+                device.number = number
+                (y,) = replayed([number, torch.ones(4)])
+                assert y.tolist() == [float(number)] * 4
+                del y
+    assert len(numbers) < len(captured) <= 3 * len(numbers)
+    assert all(instance.is_shared for family in replayed.families for instance in family.instances)
+    assert len(replayed.families) == len(numbers)
+
+
+def test_a_function_moves_into_the_shared_pool_once_it_needs_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, captured = GrowingHost(), []
+    arena = Arena(device)
+    replayed = replayed_on(arena, captured, monkeypatch)
+
+    def call(number: int) -> None:
+        device.number = number
+        (y,) = replayed([number, torch.ones(4)])
+        assert y.tolist() == [float(number)] * 4
+
+    for number in (3, 3, 4, 4):
+        call(number)
+    assert [instance.is_shared for instance in captured] == [False, False]
+    call(32)
+    call(32)
+    assert [family.key[0] for family in replayed.families] == [(32,)], "the others are captured anew"
+    call(3)
+    assert [family.key[0] for family in replayed.families] == [(32,), (3,)]
+    assert all(instance.is_shared for family in replayed.families for instance in family.instances)
+    assert replayed.fallbacks == {SkipKind.WARM_UP: 3}
+    assert replayed.num_replays == 4
+
+
+def test_a_second_capture_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, captured = GrowingHost(), []
+    arena = Arena(device)
+    replayed = replayed_on(arena, captured, monkeypatch)
+    failures: list[None] = []
+
+    def fail_in_the_shared_pool() -> None:
+        if len(failures) < 1 and "shared" in arena._pools:
+            failures.append(None)
+            raise torch.OutOfMemoryError("no room for two pools")
+
+    device.during_capture, device.number = fail_in_the_shared_pool, 64
+    for _ in range(4):
+        assert replayed([2, torch.ones(4)])[0].tolist() == [2.0] * 4
+    assert failures == [None]
+    assert replayed.num_replays == 2
+    assert [instance.is_shared for instance in captured] == [True]
