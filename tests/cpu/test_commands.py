@@ -131,8 +131,10 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_env_without_a_driver_asks_cupti_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
+    request.addfinalizer(cupti._library.cache_clear)  # what a torch for CUDA 13 finds is not for other tests
+
     def no_libcuda() -> int:
         raise OSError("libcuda.so.1: cannot open shared object file")
 
