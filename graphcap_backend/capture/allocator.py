@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections import Counter
@@ -108,6 +109,15 @@ def can_tell_what_is_touched() -> bool:
     return not torch._C._cuda_isHistoryEnabled()
 
 
+def gives_what_is_asked_for() -> bool:
+    """Whether a request of a free block's size gets such a block, and of less a part of one.
+
+    Not with settings under which the allocator rounds requests up, or divides no large blocks.
+    """
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    return "roundup_power2_divisions" not in settings and "max_split_size_mb" not in settings
+
+
 @contextlib.contextmanager
 def _own_workspaces() -> Iterator[None]:
     """cuBLAS allocates its workspaces inside the block, and keeps none that it allocated there.
@@ -193,10 +203,12 @@ def occupy(
 
 
 def requests(blocks: Iterable[FreeBlock]) -> list[int]:
-    """Sizes in bytes of requests that, in this order, get all of ``blocks``."""
+    """Sizes in bytes of requests that, in this order, get all of ``blocks`` that can be had."""
     sizes = []
     for block in blocks:
         num_bytes = block.range[1] - block.range[0]
+        if block.is_large and num_bytes <= _SMALL_BYTES:
+            continue  # with expandable segments; no request gets it
         largest = num_bytes if block.is_large else _SMALL_BYTES
         sizes += [largest] * (num_bytes // largest) + [num_bytes % largest] * bool(num_bytes % largest)
     return sorted(sizes, reverse=True)

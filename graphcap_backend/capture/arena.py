@@ -131,8 +131,10 @@ class Arena:
     def drop_shared(self) -> None:
         """Drop the graphs of the shared pool, and the pool: keys are captured anew, into another, at their next call.
 
-        What callers hold stays valid, and keeps the memory of the pool.
+        What callers hold stays valid, and keeps the memory of the pool. The graph that this is for, released before, is
+        captured again as well.
         """
+        self._num_dropped += 1
         for instance in [instance for instance in self._instances if instance.is_shared]:
             self._num_dropped += 1
             instance.drop()

@@ -28,6 +28,8 @@ logger = logging.getLogger("graphcap_backend")
 _MUCH_MEMORY_BYTES = 32 << 20
 """From here on graphs are captured where all memory is shared, which may take more captures. cuBLAS's workspace on a
 recent GPU is as much, and each pool would have one."""
+_FEW_IN_THE_WAY = 2
+"""Captures of a key that came to nothing because of results held, before its outputs are copied."""
 _FEW_RESIZED = 3
 """Graphs dropped, since callers resized their outputs, before those of the function are copied."""
 
@@ -77,10 +79,7 @@ class Capturer:
         captured = self._capture(family, inputs, roles)
         while captured is not None and not family.instances and self._is_misplaced(family, captured):
             captured = self._capture(family, inputs, roles, again=True)
-            if captured is None:
-                return None
         if captured is None:
-            family.full = True
             return None
         self._table.num_captured += not family.instances
         family.add(captured)
@@ -129,16 +128,19 @@ class Capturer:
         how = family.next_instance(in_place, self._limits.max_held_instances, shares=shares)
         if self._num_resized > _FEW_RESIZED:
             how = how._replace(pool="copies")  # callers take the memory of results away
+        if family.num_in_the_way > _FEW_IN_THE_WAY:
+            how = how._replace(pool="copies")
         try:
-            try:
-                return self._instance(how, inputs, roles)
-            except HeldMemoryError:
-                return self._instance(how._replace(pool="copies"), inputs, roles)
+            return self._instance(how, inputs, roles)
         except SourceRefusedError:
             raise
+        except HeldMemoryError:
+            family.num_in_the_way += 1  # the next call may hold less
+            return None
         except Exception as error:
             # The capture has unwound itself; the uncaptured function serves this and later calls.
             logger.debug("capture of %s failed", self._callee.name, exc_info=True)
+            family.full = not again
             if not family.instances and not again:
                 family.refused = SkipReason(
                     kind=SkipKind.CAPTURE_FAILED,

@@ -15,6 +15,7 @@ from graphcap_backend.capture.allocator import (
     TouchedMemory,
     can_tell_what_is_touched,
     free_blocks,
+    gives_what_is_asked_for,
     retain_pool,
     touched_memory,
 )
@@ -121,7 +122,7 @@ class CudaDevice:
 
     def may_share_outputs(self) -> bool:
         """Whether a shared pool can be used now: what graphs write to must be known exactly."""
-        return can_tell_what_is_touched()
+        return can_tell_what_is_touched() and gives_what_is_asked_for()
 
     def retain_pool(self, pool: Any, owner: object) -> None:
         retain_pool(pool, self._index, owner)

@@ -45,6 +45,8 @@ class Family:
     refused: SkipReason | None = None
     full: bool = False
     """Whether capturing one more instance has failed."""
+    num_in_the_way: int = 0
+    """Captures that were of no use, since callers held what the graph would have written to."""
     statics: tuple[StorageWeakRef, ...] = ()
     """Storages of the static inputs. Once one is gone, no call can come with this key."""
 

@@ -55,6 +55,7 @@ class FamilyTable:
     def keep_still(self, family: Family) -> None:
         """Take a family in again, without instances, if it was dropped just now."""
         if self.use(family.key) is None:
+            family.full = False
             self.keep(family)
 
     def drop_with(self, key: Key, instance: Instance | None) -> None:
@@ -81,9 +82,10 @@ class FamilyTable:
                 self._drop(other)
 
     def clear(self) -> None:
-        """Release all."""
-        while self._families:
-            self._release(self._families.popitem()[1])
+        """Drop all."""
+        for family in self:
+            self._drop(family)
+        self.current = None
 
     def _drop(self, family: Family) -> None:
         del self._families[family.key]

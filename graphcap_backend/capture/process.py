@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -64,22 +63,29 @@ class GarbagePause:
 class SideStreams:
     """Our own capture streams: one per device, more only while captures overlap.
 
-    The same stream is handed out again, so that captures which share a pool can share its memory.
+    Of those that are idle the first one made is handed out: memory of a pool serves the stream that it was
+    allocated on, so captures that share a pool should be made on one.
     """
 
     def __init__(self) -> None:
-        self._idle: dict[int, list[torch.cuda.Stream]] = {}
+        self._made: dict[int, list[torch.cuda.Stream]] = {}
+        self._taken: list[torch.cuda.Stream] = []
 
     def take(self, device_index: int) -> torch.cuda.Stream:
         """A stream of that device that no capture of ours uses."""
         import torch
 
-        idle = self._idle.setdefault(device_index, [])
-        return idle.pop() if idle else torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
+        made = self._made.setdefault(device_index, [])
+        stream = next((one for one in made if one not in self._taken), None)
+        if stream is None:
+            stream = torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
+            made.append(stream)
+        self._taken.append(stream)
+        return stream
 
     def give_back(self, stream: torch.cuda.Stream) -> None:
         """Return a stream that :meth:`take` gave."""
-        self._idle[stream.device_index].append(stream)
+        self._taken.remove(stream)
 
 
 class CaptureProcess:
@@ -99,7 +105,7 @@ class CaptureProcess:
         self.first_calls = FirstCallGuard(self._refuse_first_call)
         self._sessions: dict[int, CaptureSession] = {}  # by thread
         self._kept: dict[CaptureSession, list[Any]] = {}
-        self._outliving: deque[tuple[Callable[[], bool], object]] = deque()
+        self._outliving: dict[object, tuple[Callable[[], bool], object]] = {}
 
     @property
     def num_active(self) -> int:
@@ -137,7 +143,7 @@ class CaptureProcess:
 
         Takes no lock: finalizers call it.
         """
-        self._outliving.append((needed, kept))
+        self._outliving[object()] = needed, kept
         if self._after_collection not in gc.callbacks:
             gc.callbacks.append(self._after_collection)  # for good: taken out while they run, it would hide the next
 
@@ -146,10 +152,10 @@ class CaptureProcess:
             self._let_go()
 
     def _let_go(self) -> None:
-        for _ in range(len(self._outliving)):
-            needed, kept = self._outliving.popleft()
-            if needed():
-                self._outliving.append((needed, kept))
+        # Other threads, and collections in between, may do the same; an interrupt must lose nothing.
+        for entry, (needed, _) in tuple(self._outliving.items()):
+            if not needed():
+                self._outliving.pop(entry, None)
 
     def leave(self, session: CaptureSession) -> None:
         """Take :meth:`enter` back, on whichever thread the block ends."""

@@ -17,6 +17,7 @@ from helpers.telling_host import (
     replayed_on,
     shared_pool,
 )
+from torch import Tensor
 
 from graphcap_backend.capture.arena import Arena
 from graphcap_backend.capture.instance import Instance
@@ -157,3 +158,95 @@ def test_a_second_capture_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPa
     assert failures == [None]
     assert replayed.num_replays == 2
     assert [instance.is_shared for instance in captured] == [True]
+
+
+def test_each_graph_is_captured_three_times_at_most_on_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, captured = GrowingHost(), []
+    arena, every = Arena(device), []
+    add = arena.add
+    monkeypatch.setattr(arena, "add", lambda instance: (every.append(instance.touched.num_bytes), add(instance)))
+    replayed = replayed_on(arena, captured, monkeypatch)
+    numbers = [int(40 * 1.5**power) for power in range(10)]
+    for count in range(1, len(numbers) + 1):
+        for number in numbers[:count]:
+            device.number = number
+            for _ in range(3):
+                assert replayed([number, torch.ones(4)])[0].tolist() == [float(number)] * 4
+    assert len(numbers) < len(every) <= 3 * len(numbers)
+    assert len(replayed.families) == len(numbers)
+
+
+def test_a_result_that_is_in_the_way_once_does_not_make_copies_of_all_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, captured = GrowingHost(), []
+    device.touches_all = True
+    arena = Arena(device)
+    replayed = replayed_on(arena, captured, monkeypatch)
+
+    def called(number: int) -> Tensor:
+        device.number = number
+        (y,) = replayed([number, torch.arange(4.0)])
+        assert isinstance(y, Tensor)
+        return y
+
+    for _ in range(3):
+        called(200)
+    shared_pool(arena).make_room()  # gives the result back
+    y = called(200)
+    for _ in range(2):  # warm, and a capture that is of no use
+        assert called(100).tolist() == [0.0, 100.0, 200.0, 300.0]
+    assert y.tolist() == [0.0, 200.0, 400.0, 600.0]
+    del y
+    for _ in range(5):
+        assert called(100).tolist() == [0.0, 100.0, 200.0, 300.0]
+    (small,) = [family for family in replayed.families if family.key[0] == (100,)]
+    assert [(one.copies, one.is_shared, one.num_replays) for one in small.instances] == [(False, True, 5)]
+    assert replayed.fallbacks == {SkipKind.WARM_UP: 2, SkipKind.OUTPUTS_HELD: 1}
+
+
+def test_one_that_is_always_in_the_way_makes_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, captured = GrowingHost(), []
+    device.touches_all = True
+    arena = Arena(device)
+    replayed = replayed_on(arena, captured, monkeypatch)
+    device.number = 200
+    for _ in range(3):
+        replayed([200, torch.arange(4.0)])
+    shared_pool(arena).make_room()
+    (y,) = replayed([200, torch.arange(4.0)])
+    device.number = 100
+    for _ in range(10):
+        assert replayed([100, torch.arange(4.0)])[0].tolist() == [0.0, 100.0, 200.0, 300.0]
+    assert y.tolist() == [0.0, 200.0, 400.0, 600.0]
+    assert replayed.fallbacks == {SkipKind.WARM_UP: 2, SkipKind.OUTPUTS_HELD: 3}
+    assert captured[-1].copies
+
+
+def test_a_key_whose_last_capture_failed_is_captured_again_once_its_graphs_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, captured = TellingHost(), []
+    arena = Arena(device)
+    replayed = replayed_on(arena, captured, monkeypatch)
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    def called() -> Tensor:
+        (y,) = replayed([2, torch.arange(4.0)])
+        assert isinstance(y, Tensor)
+        assert y.tolist() == [0.0, 2.0, 4.0, 6.0]
+        return y
+
+    called()
+    y = called()
+    device.during_capture = fail
+    called()
+    called()
+    assert replayed.fallbacks == {SkipKind.WARM_UP: 1, SkipKind.OUTPUTS_HELD: 2}
+    device.during_capture = lambda: None
+    y.untyped_storage().resize_(0)
+    for _ in range(3):
+        called()
+    assert replayed.fallbacks == {SkipKind.WARM_UP: 1, SkipKind.OUTPUTS_HELD: 2}

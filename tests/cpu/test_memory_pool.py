@@ -27,7 +27,7 @@ from graphcap_backend.capture.arena import Arena
 from graphcap_backend.capture.callee import Callee, ReplayLimits
 from graphcap_backend.capture.instance import Instance
 from graphcap_backend.capture.memory_pool import HeldMemoryError
-from graphcap_backend.capture.process import PROCESS
+from graphcap_backend.capture.process import PROCESS, CaptureProcess
 from graphcap_backend.capture.replay import Replayed
 from graphcap_backend.capture.skip import SkipKind
 
@@ -341,3 +341,33 @@ def test_results_that_are_handed_out_and_dropped_are_forgotten() -> None:
     assert [instance.idle() for instance in instances] == [False] * 30
     del held[0]
     assert [instance.idle() for instance in instances] == [True] * 30
+
+
+def test_letting_go_loses_nothing_to_an_interrupt_and_bears_others_that_do_the_same() -> None:
+    process = CaptureProcess()
+    kept = [_Kept() for _ in range(3)]
+    known = [weakref.ref(one) for one in kept]
+
+    def interrupted() -> bool:
+        raise KeyboardInterrupt
+
+    def let_go_meanwhile() -> bool:
+        if not process_is_busy:
+            process_is_busy.append(True)
+            process._let_go()
+        return False
+
+    process_is_busy: list[bool] = []
+    process.keep_while(let_go_meanwhile, kept[0])
+    process.keep_while(lambda: True, kept[1])
+    process._let_go()
+    process.keep_while(interrupted, kept[2])
+    kept.clear()
+    with pytest.raises(KeyboardInterrupt):
+        process._let_go()
+    assert [ref() is not None for ref in known] == [False, True, True]
+    gc.callbacks.remove(process._after_collection)
+
+
+class _Kept:
+    """Something to be kept."""

@@ -25,7 +25,7 @@ from graphcap_backend import (
     mark_kernels,
 )
 from graphcap_backend.capture import driver
-from graphcap_backend.capture.process import PROCESS
+from graphcap_backend.capture.process import PROCESS, SideStreams
 from graphcap_backend.capture.record import captured_graph
 
 _STACKS = {"record_py_stacks": True}
@@ -613,3 +613,14 @@ print("fine")
 """
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert answer.stdout.endswith("fine\n"), answer.stderr[-3000:]
+
+
+def test_captures_that_overlapped_leave_the_first_stream_in_use() -> None:
+    """Memory of a shared pool serves the stream that it was allocated on."""
+    streams = SideStreams()
+    first, second = streams.take(0), streams.take(0)
+    streams.give_back(first)
+    streams.give_back(second)
+    assert streams.take(0) == first
+    assert streams.take(0) == second
+    assert first != second

@@ -55,11 +55,15 @@ class GrowingHost(TellingHost):
     """Each key's graphs need as many MiB as its number says, and the pool is a third larger than the largest."""
 
     number = 0
+    touches_all = False
+    """Whether they write to everything all the same."""
 
     @contextlib.contextmanager
     def touched_memory(self, pool: Any) -> Iterator[TouchedMemory]:
         self.touches = [(1 << 40, (1 << 40) + self.number * MIB)]
         self.pool_bytes = self.number * MIB * 4 // 3 + 20 * MIB
+        if self.touches_all:
+            self.touches.append(EVERYTHING)
         with super().touched_memory(pool) as touched:
             yield touched
 
