@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results there as JSON")
     parser.add_argument("--quick", action="store_true", help="a few rounds only, to see that all works")
     parser.add_argument("--peer", metavar="FILE", help="torch 2.15's torch/cuda/_graph_node_callbacks.py")
-    parser.add_argument("--seconds", type=float, default=290, help="rows not begun by then fail (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=420, help="rows not begun by then fail (default: %(default)s)")
     # Dry run without a GPU, and what the processes that the command starts are told.
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--append-to", type=Path, help=argparse.SUPPRESS)
