@@ -31,6 +31,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     monkeypatch.setattr(torch.version, "cuda", "97.0")  # of which no machine has libraries
     monkeypatch.setattr(cupti, "_loaded", lambda: found)
     monkeypatch.setattr(PROCESS, "_warned", set())
+    monkeypatch.delitem(sys.modules, "cupti.cupti", raising=False)  # another test may have imported cupti-python
     cupti._library.cache_clear()
 
     def install(*, major: int = 97, without: str = "", version: int = 130000, **results: int) -> Path:
