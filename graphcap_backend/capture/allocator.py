@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -65,7 +65,10 @@ class TouchedMemory:
 
     def read(self, snapshot: Any, device_index: int, pool: Any, *, exact: bool) -> None:
         """Take the answer from the allocator's history."""
-        segments = _segments(snapshot, pool)
+        segments = [
+            (segment["address"], segment["address"] + segment["total_size"])
+            for segment in segments_of(snapshot["segments"], pool)
+        ]
         self.exact, self.pool_bytes = exact, sum(last - first for first, last in segments)
         if not exact:
             self.ranges.extend(segments)
@@ -152,15 +155,13 @@ class FreeBlock:
 
 def free_blocks(pool: Any) -> list[FreeBlock]:
     """What is free in a pool."""
-    wanted = tuple(pool)
     return [
         FreeBlock(
             stream=segment["stream"],
             range=(block["address"], block["address"] + block["size"]),
             is_large=segment["segment_type"] == "large",
         )
-        for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        if tuple(segment["segment_pool_id"]) == wanted
+        for segment in segments_of(torch.cuda.memory_snapshot(), pool)  # type: ignore[no-untyped-call]
         for block in segment["blocks"]
         if block["state"] == "inactive"
     ]
@@ -240,10 +241,7 @@ def divided(block: Range, ranges: Iterable[Range]) -> list[tuple[Range, bool]]:
     return [*parts, ((at, end), False)]
 
 
-def _segments(snapshot: Any, pool: Any) -> list[Range]:
-    wanted = tuple(pool)
-    return [
-        (segment["address"], segment["address"] + segment["total_size"])
-        for segment in snapshot["segments"]
-        if tuple(segment["segment_pool_id"]) == wanted
-    ]
+def segments_of(segments: Iterable[Mapping[str, Any]], *pools: Any) -> list[Mapping[str, Any]]:
+    """Of the segments of a memory snapshot, those that belong to one of ``pools``, which are tokens."""
+    wanted = set(map(tuple, pools))
+    return [segment for segment in segments if tuple(segment["segment_pool_id"]) in wanted]

@@ -126,9 +126,7 @@ class Capturer:
         in_place = self._arena.own_among(inputs, read)
         shares = self._shares and self._arena.device.may_share_outputs()
         how = family.next_instance(in_place, self._limits.max_held_instances, shares=shares)
-        if self._num_resized > _FEW_RESIZED:
-            how = how._replace(pool="copies")  # callers take the memory of results away
-        if family.num_in_the_way > _FEW_IN_THE_WAY:
+        if self._num_resized > _FEW_RESIZED or family.num_in_the_way > _FEW_IN_THE_WAY:
             how = how._replace(pool="copies")
         try:
             return self._instance(how, inputs, roles)

@@ -53,7 +53,7 @@ class Family:
     def idle_for(self, inputs: Sequence[Any]) -> Instance | None:
         """The first instance that may be replayed with these inputs now."""
         for instance in self.instances:
-            if instance.idle() and instance.serves(inputs):
+            if instance.idle() and instance.finds(inputs):
                 return instance
         return None
 

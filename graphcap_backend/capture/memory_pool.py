@@ -75,8 +75,12 @@ class SharedPool(Pool):
         """A caller is about to be given these."""
         self._handed_out.update(outputs)
         if len(self._handed_out) > self._looks_at:
-            self._handed_out = {out: None for out in self._handed_out if out.in_use()} | outputs
+            self._forget_dropped()
+            self._handed_out.update(outputs)
             self._looks_at = max(_FEW, 2 * len(self._handed_out))
+
+    def _forget_dropped(self) -> None:
+        self._handed_out = {out: None for out in self._handed_out if out.in_use()}
 
     def holds_any(self, outputs: Container[OwnedOutput]) -> bool:
         """Whether a caller holds one of these. Asked at every replay: what callers hold at a time is little."""
@@ -87,7 +91,7 @@ class SharedPool(Pool):
 
     def make_room(self) -> None:
         """Give back what nobody holds, and see what is held that was given back before."""
-        self._handed_out = {out: None for out in self._handed_out if out.in_use()}
+        self._forget_dropped()
         self.outputs = [out for out in self.outputs if not out.released or out.in_use()]
         for out in self.outputs:
             if out.is_allocated and not out.in_use():

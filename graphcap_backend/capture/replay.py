@@ -144,7 +144,9 @@ class Replayed:
                 and (not family.written or not reads_any(inputs, self._copied, family.written))
             ):
                 for instance in family.instances:
-                    if not any_in_use(instance.probes) and (instance.serves_all or instance.serves(inputs)):
+                    if not any_in_use(instance.probes) and (
+                        instance.plain or (instance.finds(inputs) and instance.is_clear())
+                    ):
                         arena = self._arena
                         elsewhere = arena.several_streams or self._current_stream() != arena.last_stream
                         if elsewhere and not arena.order(instance):

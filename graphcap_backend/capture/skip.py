@@ -30,7 +30,7 @@ class SkipKind(StrEnum):
     SIZE_NOT_LISTED = "size_not_listed"
     """The option ``capture_sizes`` does not name this size."""
     OUTPUTS_HELD = "outputs_held"
-    """Every instance of the graph still had an output in use, so the call ran uncaptured."""
+    """Every instance of the graph would have overwritten what callers hold, and capturing one more came to nothing."""
     ALREADY_CAPTURING = "already_capturing"
     """The call was made inside somebody's capture and became part of it."""
     STREAM_CAPTURED = "stream_captured"

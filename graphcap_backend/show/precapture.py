@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from graphcap_backend.capture.allocator import segments_of
 from graphcap_backend.capture.skip import SkipKind
 from graphcap_backend.report import Report, report
 from graphcap_backend.show.saved import report_of
@@ -151,11 +152,11 @@ def _shape(entry: Any) -> str:
 def _pool_bytes(found: Report) -> int:
     import torch
 
-    pools = {tuple(graph.pool()) for graph in found.graphs if isinstance(graph, torch.cuda.CUDAGraph)}
+    pools = [graph.pool() for graph in found.graphs if isinstance(graph, torch.cuda.CUDAGraph)]
     if not pools:
         return sum(part.num_bytes for part in found.parts)
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) in pools)
+    return sum(segment["total_size"] for segment in segments_of(segments, *pools))
 
 
 def _bytes(number: int) -> str:

@@ -13,6 +13,7 @@ from helpers.shared_memory import shared_from
 from torch import Tensor, nn
 
 from graphcap_backend import precapture, report
+from graphcap_backend.capture.allocator import segments_of
 
 MIB = 1 << 20
 WIDTH = 1024
@@ -46,9 +47,8 @@ def _layers() -> Callable[[Tensor], Tensor]:
 
 
 def _pool_bytes(compiled: Any) -> int:
-    pools = {tuple(graph.pool()) for graph in report(compiled).graphs}
-    segments = torch.cuda.memory_snapshot()
-    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) in pools)
+    pools = [graph.pool() for graph in report(compiled).graphs]
+    return sum(segment["total_size"] for segment in segments_of(torch.cuda.memory_snapshot(), *pools))
 
 
 def _compiled(function: Callable[[Tensor], Tensor], **options: Any) -> Any:
